@@ -1,0 +1,1 @@
+"""Plait: a compiler that splits an ordinary PyTorch model over many devices."""
