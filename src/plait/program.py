@@ -25,6 +25,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from plait.errors import WeightError
+
 WeightKind = Literal["parameter", "buffer", "constant"]
 
 
@@ -110,3 +112,58 @@ def module_path(node: fx.Node) -> str:
     """The user's name of the innermost module that `node` comes from; "" at the root."""
     stack = node.meta.get("nn_module_stack") or {}
     return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def run_whole(
+    program: Program,
+    state: dict[str, torch.Tensor],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Run the whole graph in this process with the weights in `state` (any of a weight's names).
+
+    Mutated buffers are written back into `state`'s tensors, as the module would.
+    """
+    leaves = program.in_spec.flatten_up_to((tuple(args), dict(kwargs or {})))
+    bound = {w.node: _lookup(state, w) for w in program.weights}
+    bound |= {i.node: leaf for i, leaf in zip(program.inputs, leaves, strict=True) if i.node}
+    values = run_graph(program.graph, bound, program.constants)
+    with torch.no_grad():
+        for mutation in program.mutations:
+            bound[mutation.weight].copy_(values[mutation.index])
+    flat = [o.value if o.index is None else values[o.index] for o in program.outputs]
+    return pytree.tree_unflatten(flat, program.out_spec)
+
+
+def run_graph(
+    graph: fx.Graph, bound: dict[str, Any], constants: dict[str, torch.Tensor]
+) -> tuple[Any, ...]:
+    """The flat outputs; a value is let go after its last use."""
+    env: dict[fx.Node, Any] = {}
+    last = {n: user for user in graph.nodes for n in user.all_input_nodes}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = bound[node.name]
+        elif node.op == "get_attr":
+            env[node] = constants[str(node.target)]
+        elif node.op == "output":
+            return tuple(fx.node.map_arg(node.args[0], env.__getitem__))
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = _callable(node.target)(*args, **kwargs)
+        for used in node.all_input_nodes:
+            if last[used] is node:
+                del env[used]
+    raise AssertionError("a graph ends with its output")
+
+
+def _callable(target: Any) -> Any:
+    """Capture drops copies that only change strides, so a view may have to copy."""
+    return torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
+
+
+def _lookup(state: dict[str, torch.Tensor], weight: Weight) -> torch.Tensor:
+    for name in weight.names:
+        if name in state:
+            return state[name]
+    raise WeightError(f"no value for {' = '.join(weight.names)}")

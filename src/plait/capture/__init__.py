@@ -1,0 +1,11 @@
+"""Capture: an unmodified `nn.Module` and example inputs -> a `Program`.
+
+    export     torch.export, non-strict, then the functional form        export.py
+    clean      what computes nothing is taken out                       clean.py
+    fold       what depends on no parameter and no input is a constant  passes/fold.py
+    masks      attention masks recognised by their values               rules/facts.py
+"""
+
+from plait.capture.capture import capture
+
+__all__ = ["capture"]

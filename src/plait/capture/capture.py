@@ -1,0 +1,35 @@
+"""The order of a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from plait.capture.call import Call
+from plait.capture.clean import clean
+from plait.capture.export import export
+from plait.capture.lower import lower
+from plait.passes.fold import fold
+from plait.program import Program
+from plait.rules.facts import recognise_masks
+
+
+def capture(
+    model: torch.nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: Mapping[str, Any] | None = None,
+    training: bool = False,
+) -> Program:
+    """The model as a `Program`; the model itself is not changed and none of its parameters is kept.
+
+    `dynamic` names sizes that may differ from call to call: `{"input_ids": {0: "batch"}}`.
+    """
+    call = Call.of(model, tuple(args), dict(kwargs or {}), dynamic)
+    exported = export(model, call, training)
+    clean(exported.graph, training)
+    program, values = lower(model, exported, call, training)
+    return recognise_masks(fold(program, values))
