@@ -1,0 +1,153 @@
+"""Prices of the sharding program, in seconds: work by roofline, conversions by their collectives.
+
+    node        max(flops x share / peak, bytes / bandwidth); a factor of 3 where gradients flow
+                (the backward of a matrix product is two of them)
+    weight      a weight that stays whole costs memory on every rank: a penalty per byte, so that what
+                can be split is split unless splitting costs more than it is worth
+    conversion  the forward move's collective and, where gradients flow, the backward move's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from plait.passes.moves import COLLECTIVES
+from plait.plan.problem import Choice, Key
+from plait.rules.describe import Operand
+from plait.rules.equation import Dims
+from plait.rules.layout import Strategy
+
+Collective = Callable[[str, float], float]  # (kind, bytes) -> seconds
+
+# A whole weight costs as much as reading it this many times. Chosen so that a router of a few rows
+# stays whole (its reduction would cost more than its bytes) and every projection is split.
+WHOLE_WEIGHT_READS = 100.0
+# A local move (slice, pad, mask) is not free: ties go to the plan with fewer moves.
+LOCAL_MOVE = 1e-7
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device: flop/s, bytes/s of its memory."""
+
+    flops: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class CostPrices:
+    """`collective(kind, bytes)`: seconds for all n ranks together on the axis."""
+
+    rates: Rates
+    collective: Collective
+    n: int
+
+    def node(self, choice: Choice, index: int) -> float:
+        strategy = choice.strategies[index]
+        if choice.weight:
+            return self._weight(choice, strategy)
+        if choice.free or choice.access is None:
+            return 0.0
+        passes = 3.0 if choice.grad else 1.0
+        return passes * self._work(choice, strategy) + self._statistics(choice, strategy)
+
+    def _weight(self, choice: Choice, strategy: Strategy) -> float:
+        nbytes = _bytes(choice.results[0], choice.dtypes[0])
+        if strategy.split is None:
+            return WHOLE_WEIGHT_READS * nbytes / self.rates.bandwidth * (1 - 1 / self.n)
+        dim = strategy.split.dim(choice.results[0])
+        assert dim is not None
+        held = max(strategy.split.size(choice.results[0][dim], r) for r in range(self.n))
+        share = held / choice.results[0][dim].size
+        price = WHOLE_WEIGHT_READS * nbytes / self.rates.bandwidth * (share - 1 / self.n)
+        if choice.grad and not strategy.split.disjoint(choice.results[0][dim]):
+            price += self.collective("all_reduce", nbytes)
+        return price
+
+    def _work(self, choice: Choice, strategy: Strategy) -> float:
+        access = choice.access
+        assert access is not None
+        flops = _flops(choice)
+        nbytes = sum(
+            _bytes(o.dims, _dtype(o)) * _share(o.dims, strategy, self.n) for o in access.operands
+        )
+        for dims, dtype in zip(choice.results, choice.dtypes, strict=True):
+            nbytes += _bytes(dims, dtype) * _share(dims, strategy, self.n)
+        touched = [x.factor for x in access.letters if _cuts(strategy, x.factor)]
+        share = max((_held(strategy, f, self.n) / f.size for f in touched), default=1.0)
+        return max(flops * share / self.rates.flops, nbytes / self.rates.bandwidth)
+
+    def _statistics(self, choice: Choice, strategy: Strategy) -> float:
+        """The small reductions of a statistic over a split letter: two forward, two backward."""
+        if not strategy.statistics:
+            return 0.0
+        f = strategy.statistics[0]
+        access = choice.access
+        assert access is not None
+        nbytes = 4.0 * prod(x.size for x in access.operands[0].dims) / f.size
+        return (4 if choice.grad else 2) * self.collective("all_reduce", nbytes)
+
+    def conversion(self, choice: Choice, a: Key, b: Key) -> float | None:
+        """Seconds to bring the value at `choice.index` from layout `a` to layout `b`."""
+        if choice.access is not None and len(choice.results) > 1:
+            return None  # a tuple is converted after it is taken apart
+        if choice.weight and a != "whole":
+            return None  # a weight is stored as it is used
+        kinds = COLLECTIVES.get((_kind(a), _kind(b)))
+        if kinds is None:
+            return None
+        nbytes = _bytes(choice.results[choice.index], choice.dtypes[choice.index])
+        forward, backward = kinds
+        price = LOCAL_MOVE
+        if forward:
+            price += self.collective(forward, nbytes)
+        if backward and choice.grad:
+            price += self.collective(backward, nbytes)
+        return price
+
+
+def _kind(key: Key) -> str:
+    return key if key.startswith("partial") else key.split("(")[0]
+
+
+def _bytes(dims: Dims, dtype: torch.dtype) -> float:
+    return float(prod(f.size for f in dims)) * dtype.itemsize
+
+
+def _dtype(operand: Operand) -> torch.dtype:
+    value = operand.node.meta["val"]
+    return value.dtype if isinstance(value, torch.Tensor) else torch.float32
+
+
+def _cuts(strategy: Strategy, f: object) -> bool:
+    return strategy.split is not None and strategy.split.touches(f)  # type: ignore[arg-type]
+
+
+def _held(strategy: Strategy, f: object, n: int) -> int:
+    assert strategy.split is not None
+    return max(strategy.split.size(f, r) for r in range(n))  # type: ignore[arg-type]
+
+
+def _share(dims: Dims, strategy: Strategy, n: int) -> float:
+    """The part of a value that the busiest rank holds."""
+    if strategy.split is None:
+        return 1.0
+    dim = strategy.split.dim(dims)
+    return 1.0 if dim is None else _held(strategy, dims[dim], n) / dims[dim].size
+
+
+def _flops(choice: Choice) -> float:
+    """2 x the product of all letters, for operators that sum products of operands."""
+    access = choice.access
+    assert access is not None
+    name = str(choice.node.target)
+    summed = any(x.property == "sum" for x in access.letters) and len(access.operands) > 1
+    if not summed and "attention" not in name:
+        return 0.0
+    letters = {x.factor.root(): x.factor.size for x in access.letters if x.factor.size > 1}
+    products = 4.0 if "attention" in name else 2.0
+    return products * float(prod(letters.values()))

@@ -1,0 +1,210 @@
+"""The planner's view of a described program: choices per node, edges with layouts as keys.
+
+A `Key` spells a layout relative to one value: `whole`, `copied`, `partial(sum)`, `shard(0)`,
+`shard(0,2)` where the numbers count the free factors of that value's dims. So equal layers have
+equal keys, whatever their factors are called, and can share variables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from plait.program import Program
+from plait.rules.describe import Access, Description, Letter, Operand
+from plait.rules.equation import Dims, Factor, atoms
+from plait.rules.layout import COPIED, WHOLE, Layout, Strategy, shard, strategies
+from plait.rules.split import Split
+
+Key = str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One node: its strategies, and what prices need to know of its values."""
+
+    node: fx.Node
+    strategies: tuple[Strategy, ...]
+    results: tuple[Dims, ...]
+    dtypes: tuple[torch.dtype, ...]
+    grad: bool
+    access: Access | None = None
+    weight: bool = False
+    free: bool = False  # a constant or an input: no work
+    forbidden: frozenset[int] = frozenset()
+    index: int = 0  # which result a conversion is about
+
+    def for_result(self, index: int) -> Choice:
+        if index == self.index:
+            return self
+        return replace(self, index=index)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`have[i]`: what the producer's strategy i gives; `need[j]`: what the consumer's j asks."""
+
+    producer: fx.Node
+    consumer: fx.Node
+    result: int
+    slot: int
+    have: tuple[Key, ...]
+    need: tuple[Key, ...]
+
+
+@dataclass
+class Problem:
+    n: int
+    choices: dict[fx.Node, Choice]
+    edges: list[Edge]
+    splits: tuple[Split, ...]
+
+
+def candidate_splits(d: Description, n: int) -> tuple[Split, ...]:
+    """Every factor with at least `n` rows, and the fused runs where that balances better."""
+    single = [
+        Split.even((f,), n)
+        for f in d.factors.values()
+        if f.size >= n and f not in d.symbolic
+    ]
+    fused = [
+        Split.even(run, n, ordinal)
+        for ordinal, run in enumerate(d.fused)
+        if run[0].size % n and run[0].size * run[1].size >= n and not d.symbolic & set(run)
+    ]
+    return tuple(single + fused)
+
+
+def key(layout: Layout, dims: Dims, grad: bool) -> Key:
+    """The spelling of a layout relative to a value with `dims`."""
+    if layout.split is None:
+        return "whole" if layout.kind == "copied" and not grad else str(layout)
+    order = list(dict.fromkeys(atom for f in dims for atom in atoms(f)))
+    at = [str(order.index(f)) for f in layout.split.factors if f in order]
+    run = layout.split
+    others = "" if len(run.factors) == 1 else f"/{len(run.factors)}"
+    return f"shard({','.join(at)}{others})"
+
+
+def differentiable(program: Program, d: Description) -> set[fx.Node]:
+    """The nodes through which gradients may flow."""
+    if not program.training:
+        return set()
+    out: set[fx.Node] = set()
+    trainable = {w.node for w in program.weights if w.requires_grad}
+    weights = {w.node for w in program.weights}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        first = value[0] if isinstance(value, (tuple, list)) and value else value
+        if not isinstance(first, torch.Tensor):
+            continue
+        if node.op == "placeholder":
+            is_input = node.name not in weights and first.is_floating_point()
+            if node.name in trainable or is_input:
+                out.add(node)
+        elif any(i in out for i in node.all_input_nodes) and _any_float(value):
+            out.add(node)
+    return out
+
+
+def _any_float(value: object) -> bool:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+
+
+def build(program: Program, d: Description, n: int) -> Problem:
+    """Choices and edges of a program on an axis of `n` ranks."""
+    splits = candidate_splits(d, n)
+    grads = differentiable(program, d)
+    by_atom: dict[Factor, list[Split]] = {}
+    for split in splits:
+        for f in split.factors:
+            by_atom.setdefault(f, []).append(split)
+    weights = {w.node for w in program.weights}
+    choices: dict[fx.Node, Choice] = {}
+    for node in program.graph.nodes:
+        if node not in d.dims or node.op == "get_attr":
+            continue
+        access = d.accesses.get(node)
+        grad = node in grads
+        if access is None:
+            is_weight = node.name in weights
+            found = _sources(d.dims[node][0], by_atom if is_weight else {})
+            choices[node] = Choice(
+                node, found, d.dims[node], (node.meta["val"].dtype,), grad, weight=is_weight, free=True
+            )
+        else:
+            near = _near(access, by_atom)
+            choices[node] = Choice(
+                node,
+                tuple(strategies(access, near, grad)),
+                access.results,
+                _dtypes(node),
+                grad,
+                access,
+            )
+    output = next(iter(reversed(program.graph.nodes)))
+    choices[output] = _output(output, d)
+    edges = [e for c in choices.values() for e in _edges(c, choices)]
+    return Problem(n, choices, edges, splits)
+
+
+def _sources(dims: Dims, by_atom: dict[Factor, list[Split]]) -> tuple[Strategy, ...]:
+    """What a weight may be: whole, or stored in shares."""
+    found = [Strategy("whole", (), (WHOLE,))]
+    for split in _unique(dims, by_atom):
+        if split.splittable(dims) and split.dim(dims) is not None:
+            found.append(Strategy(f"split({split.name})", (), (shard(split),), split))
+    return tuple(found)
+
+
+def _unique(dims: Dims, by_atom: dict[Factor, list[Split]]) -> list[Split]:
+    order = dict.fromkeys(atom for f in dims for atom in atoms(f))
+    return list(dict.fromkeys(s for atom in order for s in by_atom.get(atom, ())))
+
+
+def _near(access: Access, by_atom: dict[Factor, list[Split]]) -> list[Split]:
+    """The splits that touch a node, in the order of its own factors."""
+    dims: list[Factor] = [f for o in access.operands for f in o.dims]
+    dims += [f for r in access.results for f in r]
+    dims += [letter.factor for letter in access.letters]
+    return _unique(tuple(dims), by_atom)
+
+
+def _dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
+    value = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(v.dtype if isinstance(v, torch.Tensor) else torch.int64 for v in values)
+
+
+def _output(node: fx.Node, d: Description) -> Choice:
+    """The caller gets whole values on every rank."""
+    operands = tuple(
+        Operand(n, d.dims[n][0]) for n in node.all_input_nodes if n in d.dims and n.op != "get_attr"
+    )
+    letters = tuple(Letter(f, "whole") for o in operands for f in o.dims)
+    access = Access(operands, (), letters)
+    whole = Strategy("whole", (WHOLE,) * len(operands), ())
+    return Choice(node, (whole,), (), (), False, access, free=True)
+
+
+def _edges(choice: Choice, choices: dict[fx.Node, Choice]) -> list[Edge]:
+    if choice.access is None:
+        return []
+    out = []
+    for slot, operand in enumerate(choice.access.operands):
+        producer = choices.get(operand.node)
+        if producer is None:
+            continue
+        result = choice.node.args[1] if len(producer.results) > 1 else 0
+        assert isinstance(result, int)
+        dims = producer.results[result]
+        have = tuple(key(s.results[result], dims, producer.grad) for s in producer.strategies)
+        need = tuple(key(s.operands[slot], dims, producer.grad) for s in choice.strategies)
+        out.append(Edge(operand.node, choice.node, result, slot, have, need))
+    return out
+
+
+__all__ = ["COPIED", "Choice", "Edge", "Key", "Problem", "build", "key"]

@@ -1,0 +1,443 @@
+"""The equation table of ATen: one line an operator, helpers first, the table at the end.
+
+How to read a line: `rule.py`. The structure of dims is learned in `views.py`. What stands in no line
+runs whole on every rank, and the report says so; it is never guessed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from plait.rules import views
+from plait.rules.describe import Access, Describer, Letter, Rule, bind, rebind, resize
+from plait.rules.equation import Factor
+from plait.rules.rule import Binder, Elementwise, Equation, is_tensor
+from plait.rules.split import Split
+
+aten = torch.ops.aten
+
+
+def reduction(kind: str) -> Rule:
+    """sum, mean, amax, ...: `* r -> *`; kind "sum" passes partial sums, others do not."""
+
+    def rule(d: Describer, node: fx.Node) -> Access:
+        bound = bind(node)
+        operand = d.operand(bound["self"])
+        rank = len(operand.dims)
+        which = bound.get("dim")
+        which = range(rank) if which is None or which == [] else which
+        gone = {i % rank for i in ([which] if isinstance(which, int) else which)} if rank else set()
+        keep = bool(bound.get("keepdim", False))
+        sizes = iter(d.sizes(node))
+        result: list[Factor] = []
+        letters: list[Letter] = []
+        for i, f in enumerate(operand.dims):
+            if i not in gone:
+                result.append(f)
+                next(sizes)
+            elif keep:
+                result.append(d.fresh(next(sizes)))
+            if f.size > 1:
+                letters.append(Letter(f, kind if i in gone else "parallel"))
+        results = (tuple(result),) * max(1, _count(node))
+        carries = ((0,),) if kind == "sum" else ()
+        return Access((operand,), results, tuple(letters), carries)
+
+    return rule
+
+
+def mean(d: Describer, node: fx.Node) -> Access:
+    """Divides by the global size: partition writes it as sum / n where the dims are split."""
+    return reduction("sum")(d, node)
+
+
+def whole_along(dim: str = "dim", default: int = -1) -> Rule:
+    """Softmax-like and scan-like operators: `* k -> * k` with k whole."""
+    return along(dim, default, "whole")
+
+
+def along(dim: str, default: int, kind: str) -> Rule:
+    def rule(d: Describer, node: fx.Node) -> Access:
+        bound = bind(node)
+        operand = d.operand(bound["self"])
+        rank = len(operand.dims)
+        at = bound.get(dim, default)
+        at = at % rank if rank else 0
+        sizes = d.sizes(node)
+        result = list(operand.dims)
+        letters = [
+            Letter(f, kind if i == at else "parallel", f"{node.target} spans it")
+            for i, f in enumerate(operand.dims)
+            if f.size > 1
+        ]
+        if rank and sizes[at] != result[at].size:  # topk: a new letter
+            result[at] = d.fresh(sizes[at])
+            letters.append(Letter(result[at], "whole", "chosen by value"))
+        results = (tuple(result),) * max(1, _count(node))
+        return Access((operand,), results, tuple(letters))
+
+    return rule
+
+
+def matmul(d: Describer, node: fx.Node) -> Access:
+    """`B m i, B i n -> B m n`, B broadcast; vectors lose m or n."""
+    bound = bind(node)
+    left = len(d.operand(bound["self"]).dims)
+    right = len(d.operand(bound["other"]).dims)
+    a = {1: "i", 2: "m i"}.get(left, "* m i")
+    b = {1: "i", 2: "i n"}.get(right, "* i n")
+    out = " ".join(
+        ["*"] * (max(left, right) > 2) + ["m"] * (left > 1) + ["n"] * (right > 1)
+    )
+    text = f"self[{a}] other[{b}] -> [{out}]"
+    return Equation(text, sum="i", carry="self | other")(d, node)
+
+
+def attention(d: Describer, node: fx.Node) -> Access:
+    """`b h q d, b h k d, b h k e, [b h q k] -> b h q e`: d and k whole; heads and batch parallel.
+
+    With enable_gqa the key/value heads are `g` where the query heads are `(g r)`.
+    """
+    bound = bind(node)
+    if not bound.get("enable_gqa"):
+        return _attention(d, node)
+    q, k = d.operand(bound["query"]), d.operand(bound["key"])
+    g, h = k.dims[-3], q.dims[-3]
+    r = d.fresh(h.size // g.size)
+    conflict = d.tie(node, h, views.product((g, r)))
+    if conflict:
+        return d.whole(node, str(conflict))
+    text = "query[* h q d] key[* g k d] value[* g k e] attn_mask[* q k] -> [* h q e]"
+    access = Equation(text, whole="d k")(d, node)
+    letters = (*access.letters, Letter(r, "whole", "query heads of one key/value head"))
+    return Access(access.operands, access.results, letters)
+
+
+_attention = Equation("query[* q d] key[* k d] value[* k e] attn_mask[* q k] -> [* q e]", whole="d k")
+
+
+def layer_norm(d: Describer, node: fx.Node) -> Access:
+    """`* d, d, d -> * d`, d stat: whole, or two small sums across its parts."""
+    bound = bind(node)
+    count = len(bound["normalized_shape"])
+    names = [f"d{i}" for i in range(count)]
+    binder = Binder(d, node)
+    operands = [d.operand(bound["input"])]
+    rank = len(operands[0].dims)
+    lead = [f"b{i}" for i in range(rank - count)]
+    binder.bind([*lead, *names], operands[0].dims)
+    for name in ("weight", "bias"):
+        if is_tensor(bound.get(name)):
+            operands.append(d.operand(bound[name]))
+            binder.bind(names, operands[-1].dims)
+    results = tuple(
+        binder.result([*lead, *names], d.sizes(node, i))
+        if i == 0
+        else binder.result([*lead, *["one"] * count], d.sizes(node, i))
+        for i in range(max(1, _count(node)))
+    )
+    kind = "stat" if count == 1 and len(results) == 1 else "whole"
+    letters = binder.letters(dict.fromkeys(names, kind))
+    return Access(tuple(operands), results, letters)
+
+
+def group_norm(d: Describer, node: fx.Node) -> Access:
+    """`b (g c) l, (g c), (g c) -> b (g c) l`: groups parallel, what is inside one whole."""
+    bound = bind(node)
+    operand = d.operand(bound["input"])
+    groups = bound["num_groups"]
+    channel = operand.dims[1]
+    operands = [operand]
+    binder = Binder(d, node)
+    names = ["b", "c", *[f"l{i}" for i in range(len(operand.dims) - 2)]]
+    binder.bind(names, operand.dims)
+    for name in ("weight", "bias"):
+        if is_tensor(bound.get(name)):
+            operands.append(d.operand(bound[name]))
+            binder.bind(["c"], operands[-1].dims)
+    g, inside = d.fresh(groups), d.fresh(channel.size // groups)
+    conflict = d.tie(node, channel, views.product((g, inside)))
+    if conflict:
+        return d.whole(node, str(conflict))
+    result = binder.result(names, d.sizes(node))
+    letters = binder.letters(dict.fromkeys(names[2:], "whole"))
+    letters = (*letters, Letter(inside, "whole", "one group's statistics span it"))
+
+    def local(node: fx.Node, split: Split, rank: int) -> Any:
+        return rebind(node, num_groups=split.size(g, rank))
+
+    return Access(tuple(operands), (result,), letters, (), local)
+
+
+def embedding(d: Describer, node: fx.Node) -> Access:
+    """`v d, * -> * d`, v selected: ids of another rank's rows give zeros (passes/expand.py)."""
+    return _embedding(d, node)
+
+
+_embedding = Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")
+
+
+def index(d: Describer, node: fx.Node) -> Access:
+    """Rows picked by one integer tensor, or by several that broadcast: indexed dims are whole."""
+    bound = bind(node)
+    operand = d.operand(bound["self"])
+    picks = list(bound["indices"]) + [None] * (len(operand.dims) - len(bound["indices"]))
+    at = [i for i, p in enumerate(picks) if p is not None]
+    indices = [d.operand(p) for p in picks if p is not None]
+    if any(p.node.meta["val"].dtype in (torch.bool, torch.uint8) for p in indices):
+        return d.whole(node, "a boolean index: how many rows depends on values")
+    binder = Binder(d, node)
+    sizes = d.sizes(node)
+    width = max(len(p.dims) for p in indices)
+    names = [f"i{i}" for i in reversed(range(width))]
+    for p in indices:
+        binder.bind(names[width - len(p.dims) :], p.dims)
+    kept = [f"x{i}" for i in range(len(picks)) if picks[i] is None]
+    binder.bind(kept, tuple(f for i, f in enumerate(operand.dims) if picks[i] is None))
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    before = [f"x{i}" for i in range(at[0]) if picks[i] is None] if adjacent else []
+    result = binder.result([*before, *names, *kept[len(before) :]], sizes)
+    indexed = [operand.dims[i] for i in at]
+    letters = (*binder.letters({}), *(Letter(f, "whole", "indexed by value") for f in indexed))
+    return Access((operand, *indices), (result,), letters, ((0,),))
+
+
+def gather(d: Describer, node: fx.Node) -> Access:
+    """`t e, t k -> t k`: the gathered dim whole, the others parallel where the sizes agree."""
+    bound = bind(node)
+    x, ids = d.operand(bound["self"]), d.operand(bound["index"])
+    dim = bound["dim"] % max(1, len(x.dims))
+    binder = Binder(d, node)
+    names = [f"d{i}" for i in range(len(x.dims))]
+    loose: list[Letter] = []
+    for i, name in enumerate(names):
+        if i != dim and x.dims[i].size == ids.dims[i].size:
+            binder.bind([name], (x.dims[i],))
+        else:
+            loose.append(Letter(x.dims[i], "whole", "gathered by value"))
+    binder.bind(names, ids.dims)
+    result = binder.result(names, d.sizes(node))
+    gathered = {names[i]: "parallel" for i in range(len(names))}
+    return Access((x, ids), (result,), (*binder.letters(gathered), *loose), ((0,),))
+
+
+def index_select(d: Describer, node: fx.Node) -> Access:
+    bound = bind(node)
+    x, ids = d.operand(bound["self"]), d.operand(bound["index"])
+    dim = bound["dim"] % max(1, len(x.dims))
+    result = (*x.dims[:dim], *(ids.dims or d.fresh_dims(node)[dim : dim + 1]), *x.dims[dim + 1 :])
+    letters = [Letter(f, "parallel") for i, f in enumerate(x.dims) if i != dim]
+    letters += [Letter(f, "parallel") for f in ids.dims]
+    letters.append(Letter(x.dims[dim], "whole", "indexed by value"))
+    return Access((x, ids), (result,), tuple(letters), ((0,),))
+
+
+def convolution(d: Describer, node: fx.Node) -> Access:
+    """`b c l, o c w, o -> b o l'`: o parallel, c summed; depthwise: c parallel; l and w whole."""
+    bound = bind(node)
+    x, weight = d.operand(bound["input"]), d.operand(bound["weight"])
+    groups = bound["groups"]
+    spatial = len(weight.dims) - 2
+    if bound.get("transposed") or len(x.dims) != spatial + 2:
+        return d.whole(node, "a transposed or unbatched convolution")
+    depthwise = groups > 1 and groups == x.dims[1].size and weight.dims[0].size == groups
+    if groups > 1 and not depthwise:
+        return d.whole(node, f"a convolution of {groups} groups")
+    binder = Binder(d, node)
+    lengths = [f"l{i}" for i in range(spatial)]
+    windows = [f"w{i}" for i in range(spatial)]
+    binder.bind(["b", "c", *lengths], x.dims)
+    binder.bind(["c" if depthwise else "o", "one" if depthwise else "c", *windows], weight.dims)
+    operands = [x, weight]
+    if is_tensor(bound.get("bias")):
+        operands.append(d.operand(bound["bias"], added=not depthwise))
+        binder.bind(["c" if depthwise else "o"], operands[-1].dims)
+    out = binder.result(
+        ["b", "c" if depthwise else "o", *[f"m{i}" for i in range(spatial)]], d.sizes(node)
+    )
+    properties = dict.fromkeys([*lengths, *windows], "whole") | {"c": "parallel" if depthwise else "sum"}
+    letters = binder.letters(properties)
+
+    def local(node: fx.Node, split: Split, rank: int) -> Any:
+        return rebind(node, groups=split.size(out[1], rank)) if depthwise else rebind(node)
+
+    return Access(tuple(operands), (out,), letters, () if depthwise else ((0,),), local)
+
+
+def cross_entropy(d: Describer, node: fx.Node) -> Access:
+    """`t v, t -> `: v stat, t whole (the mean divides by the count of valid labels)."""
+    bound = bind(node)
+    x, target = d.operand(bound["self"]), d.operand(bound["target"])
+    if len(x.dims) != 2 or is_tensor(bound.get("weight")) or len(target.dims) != 1:
+        return d.whole(node, "class weights, class probabilities or a loss over more than two dims")
+    binder = Binder(d, node)
+    binder.bind(["t", "v"], x.dims)
+    binder.bind(["t"], target.dims)
+    each = bound.get("reduction", 1) == 0
+    result = binder.result(["t"] if each else [], d.sizes(node))
+    letters = binder.letters({"t": "parallel" if each else "whole", "v": "stat"})
+    return Access((x, target), (result,), letters)
+
+
+def argmax(d: Describer, node: fx.Node) -> Access:
+    bound = bind(node)
+    if bound.get("dim") is None:
+        return d.whole(node, "an argmax over everything")
+    return reduction("whole")(d, node)
+
+
+def factory(d: Describer, node: fx.Node) -> Access:
+    """full, zeros, ones with a size: every dim new and parallel."""
+    result = d.fresh_dims(node)
+    name = "size"
+
+    def local(node: fx.Node, split: Split, rank: int) -> Any:
+        return rebind(node, **{name: resize(bind(node)[name], result, split, rank)})
+
+    return Access((), (result,), tuple(Letter(f, "parallel") for f in result if f.size > 1), (), local)
+
+
+def new_factory(d: Describer, node: fx.Node) -> Access:
+    access = factory(d, node)
+    template = d.operand(bind(node)["self"])
+    ignored = tuple(Letter(f, "parallel") for f in template.dims if f.size > 1)
+    return Access((template,), access.results, (*access.letters, *ignored), (), access.local)
+
+
+def triangle(d: Describer, node: fx.Node) -> Access:
+    """tril, triu: the last two dims are compared by position."""
+    dims = views.source(d, node)
+    n = len(dims)
+    letters = tuple(
+        Letter(f, "whole" if i >= n - 2 else "parallel", "compared by position")
+        for i, f in enumerate(dims)
+        if f.size > 1
+    )
+    return views.moved(d, node, dims, letters=letters)
+
+
+def grouped_matmul(d: Describer, node: fx.Node) -> Access:
+    """`(e n_e) i, e i o, offs -> (e n_e) o`: i summed, o parallel; rows and experts whole here."""
+    x, weight, offs = (d.operand(n) for n in list(node.all_input_nodes)[:3])
+    if len(x.dims) != 2 or len(weight.dims) != 3 or len(node.all_input_nodes) != 3:
+        return d.whole(node, "a grouped matmul of another form")
+    sizes = d.sizes(node)
+    binder = Binder(d, node)
+    binder.bind(["n", "i"], x.dims)
+    binder.bind(["e", "i", "o"], weight.dims)
+    binder.bind(["e"], offs.dims)
+    result = binder.result(["n", "o"], sizes)
+    letters = binder.letters({"n": "whole", "e": "whole", "i": "sum"})
+    return Access((x, weight, offs), (result,), letters, ((0,),))
+
+
+def dropout(d: Describer, node: fx.Node) -> Access:
+    """Parallel in every dim: an element's draw depends on its global index (passes/expand.py)."""
+    return Elementwise()(d, node)
+
+
+def _count(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return len(value) if isinstance(value, (tuple, list)) else 1
+
+
+def _overloads(names: str) -> list[Any]:
+    """`add.Tensor sub` -> the overloads that this torch has; without a dot, all of a name's."""
+    found = []
+    for word in names.split():
+        packet = getattr(aten, word.split(".")[0], None)
+        if packet is None:
+            continue
+        wanted = [word.split(".")[1]] if "." in word else packet.overloads()
+        found += [getattr(packet, o) for o in wanted if o in packet.overloads() and "out" not in o]
+    return found
+
+
+# fmt: off
+_LINES: tuple[tuple[str, Rule], ...] = (
+    # matrix products
+    ("linear",               Equation("input[* i] weight[o i] bias[o] -> [* o]", sum="i", added="bias", carry="input")),
+    ("mm bmm matmul mv dot", matmul),
+    ("addmm.default",        Equation("self[* *] mat1[t i] mat2[i o] -> [t o]".replace("* *", "*"), sum="i", added="self", carry="mat1")),
+    ("baddbmm.default",      Equation("self[*] batch1[b m i] batch2[b i n] -> [b m n]", sum="i", added="self", carry="batch1")),
+    ("convolution conv1d.default conv2d.default conv3d.default", convolution),
+    # lookups
+    ("embedding.default",    embedding),
+    ("index.Tensor",         index),
+    ("index_select.default", index_select),
+    ("gather.default",       gather),
+    # attention, norms, losses
+    ("scaled_dot_product_attention.default", attention),
+    ("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("dim", -1, "stat")),
+    ("layer_norm.default",   layer_norm),
+    ("group_norm.default",   group_norm),
+    ("cross_entropy_loss.default", cross_entropy),
+    # reductions
+    ("sum.default sum.dim_IntList", reduction("sum")),
+    ("mean.default mean.dim", mean),
+    ("amax.default max.default", reduction("max")),
+    ("amin.default min.default", reduction("min")),
+    ("max.dim min.dim var.dim var.correction std.correction prod.dim_int any.dim all.dim logsumexp.default linalg_vector_norm.default norm.ScalarOpt_dim any.default all.default prod.default", reduction("whole")),
+    ("argmax.default argmin.default", argmax),
+    ("topk.default sort.default sort.stable argsort.default", along("dim", -1, "whole")),
+    ("cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default", along("dim", -1, "whole")),
+    # moves
+    ("view.default _unsafe_view.default reshape.default", views.view),
+    ("expand.default",       views.expand),
+    ("repeat.default",       views.repeat),
+    ("repeat_interleave.self_int", views.repeat_interleave),
+    ("transpose.int t.default numpy_T.default", views.transpose),
+    ("permute.default",      views.permute),
+    ("unsqueeze.default",    views.unsqueeze),
+    ("squeeze.dim squeeze.dims squeeze.default", views.squeeze),
+    ("slice.Tensor",         views.slice_),
+    ("select.int",           views.select),
+    ("split.Tensor split_with_sizes.default chunk.default tensor_split.indices", views.split_with_sizes),
+    ("unbind.int",           views.unbind),
+    ("cat.default",          views.cat),
+    ("stack.default",        views.stack),
+    ("constant_pad_nd.default", views.constant_pad),
+    ("flip.default",         views.along(lambda b: b["dims"], "reversed")),
+    ("roll.default",         views.along(lambda b: b["dims"] or range(99), "rolled")),
+    ("tril.default triu.default", triangle),
+    ("alias.default clone.default contiguous.default detach.default lift_fresh_copy.default", views.same),
+    ("zeros_like.default ones_like.default full_like.default empty_like.default", views.full_like),
+    ("full.default zeros.default ones.default empty.memory_format", factory),
+    ("new_zeros.default new_ones.default new_full.default new_empty.default", new_factory),
+    # elementwise, linear in some operand
+    ("add.Tensor sub.Tensor", Elementwise("self+other")),
+    ("mul.Tensor",           Elementwise("self | other")),
+    ("div.Tensor mul.Scalar div.Scalar neg.default", Elementwise("self")),
+    ("where.self",           Elementwise("self+other")),
+    ("_to_copy.default to.dtype type_as.default", Elementwise("self")),
+    # elementwise
+    ("add.Scalar sub.Scalar rsub.Scalar rsub.Tensor pow div.Tensor_mode div.Scalar_mode remainder fmod floor_divide maximum.default minimum.default", Elementwise()),
+    ("abs.default exp.default expm1.default log.default log1p.default log2.default sqrt.default rsqrt.default reciprocal.default sin.default cos.default tan.default tanh.default atan.default asin.default acos.default sinh.default cosh.default sigmoid.default relu.default relu6.default gelu.default silu.default mish.default softplus.default elu.default selu.default celu.default leaky_relu.default hardtanh.default hardswish.default hardsigmoid.default softsign.default log_sigmoid.default logit.default erf.default erfc.default square.default sign.default floor.default ceil.default round.default round.decimals trunc.default frac.default isnan.default isinf.default isfinite.default logical_not.default bitwise_not.default nan_to_num.default atan2.default threshold.default prelu.default", Elementwise()),
+    ("eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", Elementwise()),
+    ("clamp.default clamp.Tensor clamp_min.default clamp_max.default masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.Scalar lerp.Scalar lerp.Tensor addcmul.default addcdiv.default", Elementwise()),
+    ("native_dropout.default dropout.default", dropout),
+    ("_grouped_mm.default",  grouped_matmul),
+)
+# fmt: on
+
+
+def table() -> dict[Any, Rule]:
+    """Operator -> rule, for this version of torch."""
+    import operator
+
+    rules: dict[Any, Rule] = {operator.getitem: views.getitem}
+    for names, rule in _LINES:
+        for overload in _overloads(names):
+            rules.setdefault(overload, rule)
+    fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
+    if fallback is not None:
+        rules[fallback.default] = grouped_matmul
+    return rules
+
+
+def lines() -> tuple[tuple[str, Rule], ...]:
+    """The table as it stands above, for `plait rules`."""
+    return _LINES
