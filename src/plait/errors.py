@@ -47,3 +47,7 @@ class CollectiveError(PlaitError, ValueError):
 
 class ScheduleError(PlaitError, ValueError):
     """A schedule is wrong; names the rank, the step and the chunk at fault."""
+
+
+class ClusterError(PlaitError, ValueError):
+    """A cluster cannot be described so, or has no such device, rank or preset; lists what there is."""

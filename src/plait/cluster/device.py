@@ -1,0 +1,98 @@
+"""One device and its clock: how long a matmul or a pass over memory takes (roofline, in whole waves).
+
+A matmul is cut into tiles, one a multiprocessor at a time, so its time comes in waves:
+
+    tiles 8 x 33 = 264 on 132 units   ##########|##########      2 waves
+    one row of tiles more             ##########|##########|#    3 waves, the last almost empty
+
+The clock takes the fastest of the device's tile shapes and of splitting the summed dim, and never less
+than reading and writing the operands takes. A CPU is one unit with no tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from plait.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the output, and the share of peak that a long matmul of full waves of it reaches."""
+
+    rows: int
+    columns: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    kind: Literal["cuda", "cpu"]
+    flops: tuple[tuple[str, float], ...]  # dtype -> dense flop/s, as the vendor states them
+    bandwidth: float  # bytes/s of the device's memory, line rate
+    memory: int  # bytes
+    launch: float  # seconds from one kernel's start to the next one's, when both are short
+    units: int = 1  # multiprocessors
+    tiles: tuple[Tile, ...] = (Tile(1, 1, 0.7),)
+    memory_share: float = 0.8  # of the line rate, reached by long streams
+    fill: int = 0  # elements of the summed dim that a tile's prologue and epilogue cost
+
+    def peak(self, dtype: str) -> float:
+        """Flop/s for `float32`, `bfloat16`, ... (also spelled as `torch.bfloat16`)."""
+        name = str(dtype).removeprefix("torch.")
+        for known, flops in self.flops:
+            if known == name:
+                return flops
+        if name in _STANDS_FOR:
+            return self.peak(_STANDS_FOR[name])
+        known_names = ", ".join(name for name, _ in self.flops)
+        raise ClusterError(f"{self.name} has no rate for {name}; it has {known_names}")
+
+    def memory_seconds(self, nbytes: float) -> float:
+        """Reading or writing `nbytes` of device memory in long streams, launch not included."""
+        return nbytes / (self.bandwidth * self.memory_share)
+
+    def matmul_seconds(
+        self, m: float, n: float, k: float, dtype: str = "bfloat16", batch: float = 1
+    ) -> float:
+        """[batch, m, k] x [batch, k, n] -> [batch, m, n], launch not included. Zero if empty."""
+        if min(m, n, k, batch) <= 0:
+            return 0.0
+        width = _WIDTH[str(dtype).removeprefix("torch.")]
+        moved = self.memory_seconds(width * batch * (m * k + k * n + m * n))
+        splits = (1, 2, 4, 8) if self.units > 1 else (1,)
+        times = (self._tiled(t, m, n, k, dtype, batch, s) for t in self.tiles for s in splits)
+        return max(moved, min(times))
+
+    def _tiled(
+        self, tile: Tile, m: float, n: float, k: float, dtype: str, batch: float, split: int
+    ) -> float:
+        """Waves of tiles; `split` units share a tile's summed dim and add their parts in fp32."""
+        unit_rate = self.peak(dtype) * tile.share / self.units
+        if self.units == 1:
+            return 2 * m * n * k * batch / unit_rate
+        tiles = ceil(m / tile.rows) * ceil(n / tile.columns) * batch * split
+        one = 2 * tile.rows * tile.columns * (k / split + self.fill) / unit_rate
+        joined = self.memory_seconds(8 * batch * m * n * split) if split > 1 else 0.0
+        return ceil(tiles / self.units) * one + joined
+
+
+_WIDTH: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "tf32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+_STANDS_FOR: dict[str, str] = {
+    "float16": "bfloat16",
+    "float8_e5m2": "float8_e4m3fn",
+    "int8": "float8_e4m3fn",
+    "float64": "float32",
+}

@@ -1,0 +1,306 @@
+"""Machines by name. Spelling: box[hosts x devices]/fabric+option@subset; only the box is needed.
+
+    dgx-h100              8 H100 under NVSwitch             dgx-h100[4]       half of one
+    dgx-h100[2x8]/roce    two of them over 400G RoCE        dgx-h100+nvls     the switch adds
+    gb200-nvl72           one domain of 72                  loopback[4]       4 processes on this host
+
+Plait's own transports never use in-switch reduction, so plans are made without it; `+nvls` (and `+sharp` for
+InfiniBand) describe the machine as NCCL uses it by default. Line rates are the vendors'; what software
+reaches of them (`share`) and its latencies are fitted to published measurements (bench/price.py, docs/cost-model.md).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from plait.cluster.device import Device, Tile
+from plait.cluster.topology import Cluster, Level
+from plait.cluster.transport import Protocol, Transport
+from plait.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Box:
+    """A host: its devices under levels, how they talk, and the fabric that joins several by default."""
+
+    device: Device
+    levels: tuple[Level, ...]
+    transports: tuple[Transport, ...]
+    fabric: str
+    nics: int | None = None  # None: one for each device
+    reduces: bool = False  # its innermost switch can add (a choice: option nvls)
+
+    @property
+    def devices(self) -> int:
+        count = 1
+        for level in self.levels:
+            count *= level.arity
+        return count
+
+
+def make(name: str, devices: int | None = None) -> Cluster:
+    """`make("dgx-h100", 16)`: two hosts; fewer devices than a host has: the first of them."""
+    box, fabric, options = _parts(name)
+    count = BOXES[box].devices if devices is None else devices
+    hosts = -(-count // BOXES[box].devices)
+    if count < 1:
+        raise ClusterError(f"{name}: {count} devices; a cluster has at least one")
+    cluster = _build(box, fabric, options, hosts)
+    return cluster if count == cluster.capacity else cluster.subset(range(count))
+
+
+def parse_preset(text: str) -> Cluster:
+    match = _SPELLING.fullmatch(text.strip())
+    if match is None:
+        raise ClusterError(
+            f"{text!r} names no cluster; it reads box[hosts x devices]/fabric+option@subset, for example "
+            f"dgx-h100[2x8]/ib-ndr. Boxes: {', '.join(BOXES)}; fabrics: {', '.join(FABRICS)}"
+        )
+    name = match["box"] + (f"/{match['fabric']}" if match["fabric"] else "") + (match["options"] or "")
+    box, fabric, options = _parts(name)
+    full = BOXES[box].devices
+    hosts, each = 1, full
+    if match["size"]:
+        sizes = [int(word) for word in match["size"].split("x")]
+        hosts, each = (sizes[0], sizes[1]) if len(sizes) == 2 else (-(-sizes[0] // full), sizes[0])
+    if len(match["size"].split("x") if match["size"] else ()) == 2 and not 1 <= each <= full:
+        raise ClusterError(f"{text}: a {box} has {full} devices, not {each}")
+    if min(hosts, each) < 1:
+        raise ClusterError(f"{text}: a cluster has at least one device")
+    cluster = _build(box, fabric, options, hosts)
+    if match["subset"]:
+        return cluster.subset([int(place) for place in match["subset"].split(",")])
+    if match["size"] and "x" in match["size"]:
+        chosen = [host * full + device for host in range(hosts) for device in range(each)]
+    else:
+        chosen = list(range(each))
+    return cluster if len(chosen) == cluster.capacity else cluster.subset(chosen)
+
+
+def spell(cluster: Cluster) -> str | None:
+    """The preset's spelling of a cluster that is exactly a preset or part of one."""
+    try:
+        box, fabric, options = _parts(cluster.name)
+    except ClusterError:
+        return None
+    hosts = cluster.capacity // BOXES[box].devices
+    if replace(cluster, places=None) != _build(box, fabric, options, hosts):
+        return None
+    suffix = (f"/{fabric}" if hosts > 1 or "sharp" in options else "") + "".join(f"+{o}" for o in options)
+    full = BOXES[box].devices
+    size = f"[{hosts}x{full}]" if hosts > 1 else f"[{full}]"
+    if cluster.places is None:
+        return f"{box}{size}{suffix}"
+    if cluster.places == tuple(range(cluster.size)) and hosts == -(-cluster.size // full):
+        return f"{box}[{cluster.size}]{suffix}"
+    return f"{box}{size}{suffix}@{','.join(map(str, cluster.places))}"
+
+
+def names() -> tuple[str, ...]:
+    """Every box, and every box that can with its switch's reduction."""
+    able = tuple(f"{name}+nvls" for name, box in BOXES.items() if box.reduces)
+    return (*BOXES, *able)
+
+
+def detect() -> Cluster:
+    """The machine at hand: its NVLink or PCIe GPUs as torch sees them, else this host's loopback."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return make("loopback")
+    found = torch.cuda.get_device_properties(0)
+    peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
+    box = _box_like(found.major, found.total_memory, peers)
+    known = BOXES[box].device
+    device = replace(
+        known, name=found.name, memory=found.total_memory, units=found.multi_processor_count
+    )
+    cluster = make(box, count)
+    return replace(
+        cluster,
+        name=f"{box} as found",
+        device=device,
+        source=f"{count} x {found.name} seen by torch {torch.__version__}; rates of the preset {box}",
+    )
+
+
+def _box_like(major: int, memory: int, peers: bool) -> str:
+    """The preset of the same generation: NVLink if every device reaches every other, else PCIe."""
+    if not peers or major < 8:
+        return "pcie4" if major < 9 else "pcie5"
+    if major == 8:
+        return "dgx-a100"
+    if major == 9:
+        return "dgx-h200" if memory > 100e9 else "dgx-h100"
+    return "dgx-b200"
+
+
+def _parts(name: str) -> tuple[str, str, tuple[str, ...]]:
+    """Box, fabric and options of `dgx-h100/ib-ndr+nvls`; an error names what exists."""
+    base, *options = name.split("+")
+    box, _, fabric = base.partition("/")
+    wrong = [
+        f"no {what} is called {word!r}; there are {', '.join(table)}"
+        for what, word, table in (("box", box, BOXES), ("fabric", fabric or "ib-ndr", FABRICS))
+        if word not in table
+    ]
+    wrong += [f"no option is called {o!r}; there are nvls, sharp" for o in options if o not in ("nvls", "sharp")]
+    if not wrong and "nvls" in options and not BOXES[box].reduces:
+        able = ", ".join(name for name, b in BOXES.items() if b.reduces)
+        wrong.append(f"the switch of {box} cannot add; these can: {able}")
+    if wrong:
+        raise ClusterError(f"{name}: " + "; ".join(wrong))
+    return box, fabric or BOXES[box].fabric, tuple(sorted(set(options)))
+
+
+@lru_cache(maxsize=256)
+def _build(box: str, fabric: str, options: tuple[str, ...], hosts: int) -> Cluster:
+    spec = BOXES[box]
+    levels = list(spec.levels)
+    if "nvls" in options:
+        levels[0] = replace(levels[0], reduces=True)
+    if hosts > 1:
+        outer = FABRICS[fabric]
+        ports = outer.ports if outer.ports is not None else spec.nics
+        levels.append(replace(outer, arity=hosts, ports=ports, reduces="sharp" in options))
+    name = box + (f"/{fabric}" if hosts > 1 or "sharp" in options else "")
+    return Cluster(
+        name="+".join((name, *options)),
+        device=spec.device,
+        levels=tuple(levels),
+        transports=spec.transports,
+        source="presets",
+    )
+
+
+# --- devices: vendors' data sheets, dense rates without sparsity ------------------------------------------
+
+_HOPPER_TILES = (Tile(128, 256, 0.78), Tile(128, 128, 0.68), Tile(64, 128, 0.5), Tile(64, 64, 0.33))
+_AMPERE_TILES = (Tile(128, 256, 0.85), Tile(128, 128, 0.78), Tile(64, 128, 0.6), Tile(64, 64, 0.4))
+
+
+def _gpu(
+    name: str,
+    bf16: float,
+    fp8: float,
+    tf32: float,
+    fp32: float,
+    bandwidth: float,
+    gib: float,
+    units: int,
+    tiles: tuple[Tile, ...] = _HOPPER_TILES,
+) -> Device:
+    rates = {"bfloat16": bf16, "float8_e4m3fn": fp8, "tf32": tf32, "float32": fp32}
+    return Device(
+        name,
+        "cuda",
+        tuple((dtype, rate * 1e12) for dtype, rate in rates.items() if rate),
+        bandwidth * 1e12,
+        int(gib * 2**30),
+        launch=2e-6,  # nodes of one CUDA graph
+        units=units,
+        tiles=tiles,
+        fill=256,
+    )
+
+
+DEVICES: dict[str, Device] = {
+    "v100": _gpu("v100", 125, 0, 0, 15.7, 0.9, 32, 80, _AMPERE_TILES),
+    "a100-pcie": _gpu("a100-pcie", 312, 624, 156, 19.5, 1.935, 79, 108, _AMPERE_TILES),
+    "a100": _gpu("a100", 312, 624, 156, 19.5, 2.039, 79, 108, _AMPERE_TILES),
+    "h100-pcie": _gpu("h100-pcie", 756, 1513, 378, 51, 2.0, 79, 114),
+    "h100": _gpu("h100", 989, 1979, 494, 67, 3.35, 79, 132),
+    "h200": _gpu("h200", 989, 1979, 494, 67, 4.8, 139, 132),
+    "b200": _gpu("b200", 2250, 4500, 1125, 75, 8.0, 178, 148),
+    "gb200": _gpu("gb200", 2500, 5000, 1250, 80, 8.0, 184, 152),
+    "cpu": Device(
+        "cpu", "cpu", (("float32", 1.0e11), ("bfloat16", 2.0e11)), 1.5e10, 8 * 2**30, launch=5e-6
+    ),
+}
+
+# --- transports -------------------------------------------------------------------------------------------
+
+_STEPWISE = (
+    "parameter_server", "sharded_server", "ring", "tree", "binomial", "double_tree",
+    "halving_doubling", "recursive_doubling", "one_shot", "two_shot", "hierarchical",
+)  # fmt: skip
+
+LAUNCH = {"graph": 0.0, "stream": 8e-6, "torch": 28e-6}  # who starts a collective, and what it costs
+
+_LL = Protocol("LL", base=6e-6, hops=1.0, share=0.4)
+_SIMPLE = Protocol("Simple", base=9e-6, hops=1.0, share=0.9, fill=5e-6, hop_fill=1e-6, most=80e-6)
+_NVLS = Protocol("NVLS", base=9e-6, hops=1.0, share=0.76, fill=5e-6, hop_fill=1e-6, most=80e-6)
+
+NCCL = Transport(
+    "nccl",
+    # one grouped send and receive a step, a kernel each
+    protocols=(Protocol("p2p", base=2e-6, step=10e-6, message=0.5e-6, share=0.9),),
+    algorithms=_STEPWISE,
+    internal=(("ring", _LL), ("ring", _SIMPLE), ("tree", _LL), ("tree", _SIMPLE), ("nvls", _NVLS)),
+    launch=LAUNCH["stream"],
+    fused=False,
+)
+SYMMETRIC = Transport(
+    "symmetric",
+    protocols=(Protocol("peer", base=3e-6, hops=1.0, step=0.5e-6, share=0.85),),
+    algorithms=("one_shot", "two_shot"),
+    launch=LAUNCH["stream"],
+    reach=0,
+)
+GLOO = Transport(
+    "gloo",
+    protocols=(Protocol("tcp", base=20e-6, message=10e-6),),
+    algorithms=_STEPWISE,
+    internal=(("ring", Protocol("tcp", base=20e-6)),),
+    fused=False,
+    add=1.5e-10,
+)
+
+# --- fabrics between hosts: line rate of one port and direction, latency of one hop ---------------------------
+
+FABRICS: dict[str, Level] = {
+    "ib-hdr": Level("ib-hdr", 2, 25e9, 2.7e-6, share=0.96),
+    "ib-ndr": Level("ib-ndr", 2, 50e9, 2.7e-6, share=0.96),
+    "roce": Level("roce", 2, 50e9, 3.5e-6, share=0.95),
+    "efa": Level("efa", 2, 50e9, 15e-6, share=0.95),
+    "100gbe": Level("100gbe", 2, 12.5e9, 25e-6, share=0.85, ports=1),
+}
+
+# --- boxes --------------------------------------------------------------------------------------------------
+
+
+def _nvswitch(device: str, arity: int, gb: float, fabric: str, reduces: bool = True) -> Box:
+    level = Level("nvlink", arity, gb * 1e9, 0.6e-6, share=0.88)
+    return Box(DEVICES[device], (level,), (NCCL, SYMMETRIC), fabric, reduces=reduces)
+
+
+def _pcie(device: str, gb: float) -> Box:
+    """Two sockets, four cards under each one's switch; peers across sockets share the switch's uplink."""
+    switch = Level("pcie", 4, gb * 1e9, 1.0e-6, share=0.8, through=True)
+    socket = Level("socket", 2, gb * 1e9, 1.5e-6, share=0.8, ports=1, through=True)
+    return Box(DEVICES[device], (switch, socket), (NCCL, SYMMETRIC), "100gbe", nics=1)
+
+
+BOXES: dict[str, Box] = {
+    "pcie4": _pcie("a100-pcie", 32),
+    "pcie5": _pcie("h100-pcie", 63),
+    "dgx-a100": _nvswitch("a100", 8, 300, "ib-hdr", reduces=False),
+    "dgx-h100": _nvswitch("h100", 8, 450, "ib-ndr"),
+    "dgx-h200": _nvswitch("h200", 8, 450, "ib-ndr"),
+    "dgx-b200": _nvswitch("b200", 8, 900, "ib-ndr"),
+    "gb200-nvl72": _nvswitch("gb200", 72, 900, "ib-ndr"),
+    "loopback": Box(
+        DEVICES["cpu"],
+        (Level("loopback", 64, 2e9, 20e-6, total=3e9),),
+        (GLOO,),
+        "100gbe",
+    ),
+}
+
+_SPELLING = re.compile(
+    r"(?P<box>[a-z0-9-]+)(?:\[(?P<size>\d+(?:x\d+)?)\])?(?:/(?P<fabric>[a-z0-9-]+))?"
+    r"(?P<options>(?:\+[a-z]+)*)(?:@(?P<subset>\d+(?:,\d+)*))?"
+)
