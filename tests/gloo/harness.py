@@ -77,7 +77,7 @@ class Pool:
         self, fn: Callable[..., Any], n: int, *args: Any, timeout: float | None = None
     ) -> list[Any]:
         """`fn(group, *args)` on n ranks; the results in order of rank, or RanksFailed."""
-        answers = self._ask(fn, n, args, timeout or self.timeout)
+        answers = self.ask(fn, n, *args, timeout=timeout)
         failures = [a for a in answers if isinstance(a, Failure)]
         if failures:
             raise RanksFailed(failures, n)
@@ -87,7 +87,7 @@ class Pool:
         self, fn: Callable[..., Any], n: int, *args: Any, timeout: float | None = None
     ) -> list[Failure]:
         """As `run` for a function that must raise on every rank: what each raised."""
-        answers = self._ask(fn, n, args, timeout or self.timeout)
+        answers = self.ask(fn, n, *args, timeout=timeout)
         fine = [rank for rank, a in enumerate(answers) if not isinstance(a, Failure)]
         assert not fine, f"ranks {fine} of {n} raised nothing"
         return answers
@@ -103,9 +103,11 @@ class Pool:
             self.folder.cleanup()
             self.folder = None
 
-    def _ask(
-        self, fn: Callable[..., Any], n: int, args: tuple[Any, ...], limit: float
+    def ask(
+        self, fn: Callable[..., Any], n: int, *args: Any, timeout: float | None = None
     ) -> list[Any]:
+        """As `run`, with a Failure in the place of each rank that failed."""
+        limit = timeout or self.timeout
         self._start(n)
         task = pickle.dumps((fn, n, args))
         busy = {}

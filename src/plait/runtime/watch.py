@@ -1,0 +1,248 @@
+"""The watch over a group: when a rank fails, every other one raises `RankError`, naming it.
+
+    watch = Watch(group)                    # on all ranks of the group
+    with watch.guard("forward"): ...        # work with collectives; a failure ends the group
+    with watch.step("load weights"): ...    # local work: all succeed, or all raise and live on
+    watch.exchange("plan", digest)          # [the value of each rank], over the side channel
+
+A rank that hangs in a collective cannot be told anything, so its collective is made to fail: see
+`release`. Nothing is polled and no collective is wrapped, so a watched group is as fast as another.
+docs/failures.md tells the whole story.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.errors import RankError
+from plait.runtime.line import Door, Failure, Line, Member, open_hub, open_member
+
+log = logging.getLogger("plait")
+
+HEARSAY = 2.0  # seconds to hear which rank is behind an error that a collective raised here
+RELEASE = 5.0  # seconds for `release` to be done before the main thread goes on
+LAST = 15.0  # seconds that a device kernel may wait for a failed rank before the process exits
+_TAG = 2**30 + 7  # of a message that nobody sends
+
+
+class Watch:
+    """One rank's part in the watch; made by all ranks of `group` at the same point.
+
+    `device`: where the group's collectives wait. On a CPU they are released; a device's kernels
+    may not be, so there the process exits, non-zero, `LAST` seconds after a failure.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: str = "cpu") -> None:
+        self._group = group if group is not None else dist.group.WORLD
+        assert self._group is not None, "a watch needs a process group"
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._round = 0
+        self._line = _connect(self._group)
+        self._releaser = _Releaser(self._line, device)
+        self.covers(self._group)
+        self._line.start()
+        self._end = weakref.finalize(self, _goodbye, self._line)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.report_failure(error)
+        self.stop()
+
+    def covers(self, *groups: dist.ProcessGroup) -> None:
+        """Collectives of these groups (parts of the watched one) are released too."""
+        self._releaser.groups.extend(weakref.ref(g) for g in groups)
+
+    def stop(self) -> None:
+        """This rank's goodbye: what it does from now on is no failure."""
+        self._end()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed; the first report of all counts."""
+        text = f"failed: {type(error).__name__}: {error}"
+        self._releaser.raised.set()
+        self._line.say("failed", text=self._line.name(self.rank, text))
+
+    def check(self, what: str = "") -> None:
+        """Raise RankError if a rank has failed."""
+        if self._line.failure is not None:
+            raise self._releaser.error(self._line.failure, what)
+
+    @contextlib.contextmanager
+    def guard(self, what: str) -> Iterator[None]:
+        """Work in which ranks wait for each other; an exception here ends the group's work.
+
+        The exception is this rank's own fault and told to the others, or follows from another's
+        (a collective that broke) and becomes a RankError that names it.
+        """
+        self.check(what)
+        try:
+            yield
+        except RankError:
+            raise
+        except RuntimeError as error:  # what collectives raise, among much else
+            cause = self._cause()
+            if cause is not None:
+                raise self._releaser.error(cause, what) from error
+            self.report_failure(error)
+            raise
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+
+    @contextlib.contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Local work, without collectives, that succeeds on all ranks or raises on all."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            self.report_failure(raised)
+            raise
+        told = None if error is None else f"failed: {type(error).__name__}: {error}"
+        outcomes = self.exchange(what, told)
+        if error is not None:
+            raise error
+        failed = [self._line.name(r, text) for r, text in enumerate(outcomes) if text is not None]
+        if failed:
+            raise RankError(f"{what}: " + "; ".join(failed))
+
+    def exchange(self, what: str, value: Any = None, timeout: float | None = None) -> list[Any]:
+        """The JSON values that all ranks brought to the same meeting, in order of rank.
+
+        Raises RankError when a rank fails or leaves, when ranks are at different meetings, and,
+        with a timeout, when ranks do not come; it names them.
+        """
+        self.check(what)
+        line, number = self._line, self._round
+        self._round += 1
+        line.say("come", round=number, what=what, value=value)
+        with line.changed:
+            come = line.rounds[number]
+            in_time = line.changed.wait_for(
+                lambda: line.failure or len(come) == self.size or line.left - come.keys(), timeout
+            )
+            absent = [r for r in range(self.size) if r not in come]
+            left = sorted(line.left - come.keys())
+            line.rounds.pop(number) if not absent else None
+        if not absent:
+            return self._agreed(come)
+        self.check(what)
+        if in_time:
+            raise RankError(f"{what}: {_ranks(left)} ended before coming to it")
+        text = f"{_ranks(absent)} did not come to it within {timeout:g} s"
+        line.say("failed", text=text)
+        raise RankError(f"{what}: {text}")
+
+    def _agreed(self, come: dict[int, dict[str, Any]]) -> list[Any]:
+        places = {rank: come[rank]["what"] for rank in range(self.size)}
+        if len(set(places.values())) > 1:
+            at = ", ".join(f"rank {rank} at {json.dumps(w)}" for rank, w in places.items())
+            raise RankError(f"the ranks are not at the same point: {at}")
+        return [come[rank]["value"] for rank in range(self.size)]
+
+    def _cause(self) -> Failure | None:
+        """The failure of another rank behind an error here; waits a little to hear of it."""
+        line = self._line
+        with line.changed:
+            line.changed.wait_for(lambda: line.failure or line.left, HEARSAY)
+            if line.failure is not None or not line.left:
+                return line.failure
+            rank = min(line.left)
+        return Failure(rank, line.name(rank, "ended while others worked"))
+
+
+class _Releaser:
+    """Acts on a failure, in whichever thread hears of it."""
+
+    def __init__(self, line: Line, device: str) -> None:
+        self.rank, self.device = line.rank, device
+        self.groups: list[weakref.ref[dist.ProcessGroup]] = []
+        self.raised = threading.Event()  # the main thread knows
+        self.released = threading.Event()
+        line.on_failure = self
+
+    def __call__(self, failure: Failure) -> None:
+        if failure.rank != self.rank:
+            log.error("%s", failure.text)
+        for group in [ref() for ref in self.groups]:
+            if group is not None:
+                release(group)
+        self.released.set()
+        if self.device != "cpu":
+            threading.Thread(target=self._last_resort, args=(failure,), daemon=True).start()
+
+    def error(self, failure: Failure, what: str = "") -> RankError:
+        # A thread inside a collective's code must not be alive when the interpreter ends.
+        self.released.wait(RELEASE)
+        self.raised.set()
+        return RankError(f"{what}: {failure.text}" if what else failure.text)
+
+    def _last_resort(self, failure: Failure) -> None:
+        if not self.raised.wait(LAST):
+            print(f"rank {self.rank} waits on a device for a rank that failed: {failure.text}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            os._exit(1)
+
+
+def release(group: dist.ProcessGroup) -> None:
+    """Make the collectives that are pending on `group` raise, in whichever thread they wait.
+
+    gloo: a receive that times out makes gloo close all pairs of its context, and every operation
+    on them raises ("Application timeout caused pair closure"); `abort` does nothing there.
+    Other backends: `abort`.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    with contextlib.suppress(Exception):  # the time-out, or no CPU backend, or closed already
+        group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+    with contextlib.suppress(Exception):
+        group.abort()
+
+
+def _connect(group: dist.ProcessGroup) -> Line:
+    """Rank 0 opens a door and tells the others where, over the group itself."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    members: list[Any] = [None] * size
+    dist.all_gather_object(members, Member.me(rank), group=group)
+    everybody = tuple(members)
+    if rank == 0:
+        door = Door(len({m.place for m in everybody}) == 1, secrets.token_hex(16))
+        told: list[Any] = [(door.addresses(os.environ.get("MASTER_ADDR")), door.token)]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        return open_hub(everybody, door)
+    told = [None]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    addresses, token = told[0]
+    return open_member(everybody, rank, addresses, token)
+
+
+def _goodbye(line: Line) -> None:
+    """At the end of the watch or of the process; an uncaught exception is told, not a goodbye."""
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):
+        text = f"failed: {type(error).__name__}: {error}"
+        line.say("failed", text=line.name(line.rank, text))
+    line.close()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,383 @@
+"""A rank fails, the others wait: every survivor raises, names it, and no process is left.
+
+Each script runs on real processes that may die. What a rank raised is read from the files that it
+writes, and the times that count are taken on the survivor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.errors import RankError
+from plait.runtime import watch as watching
+from plait.runtime.processes import launch
+from plait.runtime.watch import Watch
+from tests.gloo.harness import Pool
+
+LIMIT = 30.0  # seconds that a survivor may take
+ROOT = Path(__file__).parents[2]
+IMPORTS = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+
+
+def all_reduce(rank: int, size: int) -> None:
+    dist.all_reduce(torch.ones(8))
+
+
+def receive(rank: int, size: int) -> None:
+    dist.recv(torch.ones(8), src=size - 1)
+
+
+def send_much(rank: int, size: int) -> None:
+    dist.send(torch.ones(64 * 2**20), dst=size - 1)
+
+
+def subgroup(rank: int, size: int) -> None:
+    dist.all_reduce(torch.ones(8), group=PARTS[0])
+
+
+def complain(rank: int) -> None:
+    """An exception that the caller catches: the process lives on."""
+    time.sleep(0.5)
+    raise ValueError("bad input on this rank")
+
+
+def kill(rank: int) -> None:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def segfault(rank: int) -> None:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave(rank: int) -> None:
+    time.sleep(0.5)
+    os._exit(7)
+
+
+PARTS: list[Any] = []
+
+
+def scenario(
+    group: Any, culprit: int, how: Callable[[int], None], wait: Callable[..., None]
+) -> Any:
+    """All but the culprit wait in a collective; what each raised, and after how long."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    assert group is dist.group.WORLD
+    with Watch(group) as watch:
+        if wait is subgroup:
+            PARTS.append(dist.new_group(list(range(size))))
+            watch.covers(PARTS[0])
+        start = time.monotonic()
+        with pytest.raises(Exception) as caught, watch.guard("forward"):  # noqa: PT011
+            how(rank) if rank == culprit else wait(rank, size)
+        took = time.monotonic() - start
+        if rank == culprit:
+            time.sleep(2)  # it lives on while the others must raise
+        with pytest.raises(RankError):  # a failure is not forgotten
+            watch.check()
+        return took, f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.fixture
+def fresh() -> Iterator[Pool]:
+    """A pool of its own, for tests that break the group."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("wait", [all_reduce, receive, send_much, subgroup])
+def test_an_exception_ends_the_collectives_of_the_others(fresh: Pool, wait: Any) -> None:
+    answers = fresh.run(scenario, 4, 3, complain, wait)
+    assert answers[3][1] == "ValueError: bad input on this rank"
+    for took, text in answers[:3]:
+        assert text.startswith("RankError: forward: rank 3 failed: ValueError: bad input on this")
+        assert took < 3
+
+
+@pytest.mark.parametrize(
+    ("culprit", "how", "words"),
+    [
+        (0, kill, "killed by SIGKILL"),  # rank 0 is the middle of the side channel
+        (2, segfault, "killed by SIGSEGV"),
+        (1, leave, "ended with exit code 7"),
+    ],
+)
+def test_a_death_is_named(fresh: Pool, culprit: int, how: Any, words: str) -> None:
+    answers = fresh.ask(scenario, 4, culprit, how, all_reduce)
+    assert answers.pop(culprit).kind == "Died"
+    for took, text in answers:
+        known = f"RankError: forward: rank {culprit} {words} (process "
+        # The workers' parent reaps them at once; what is left to read depends on the kernel.
+        unknown = f"RankError: forward: rank {culprit} died without a word: killed by a signal"
+        assert text.startswith((known, unknown))
+        assert took < 4
+
+
+def killed_alone(folder: str, culprit: int) -> None:
+    took, text = scenario(dist.group.WORLD, culprit, kill, all_reduce)
+    Path(folder, f"rank-{dist.get_rank()}").write_text(f"{took:.3f} {text}")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_the_signal_is_named_by_the_survivors_and_the_launcher(
+    tmp_path: Path, culprit: int
+) -> None:
+    with pytest.raises(RankError, match=f"^rank {culprit} of 2 was killed by SIGKILL"):
+        launch(killed_alone, 2, str(tmp_path), culprit)
+    took, text = (tmp_path / f"rank-{1 - culprit}").read_text().split(" ", 1)
+    assert text.startswith(f"RankError: forward: rank {culprit} killed by SIGKILL (process ")
+    assert float(took) < 4
+
+
+def fail_alone(culprit: int) -> None:
+    """As a user's script: nothing is caught."""
+    watch = Watch()
+    with watch.guard("forward"):
+        if dist.get_rank() == culprit:
+            raise ValueError("bad input on this rank")
+        dist.barrier()
+
+
+def test_the_launcher_names_the_first_to_fail_and_leaves_no_process(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch(fail_alone, 3, 1)
+    assert time.monotonic() - start < LIMIT
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "rank 1 of 3 raised ValueError: bad input on this rank"
+    assert sorted(line[:14] for line in lines[1:3]) == ["  then rank 0 ", "  then rank 2 "]
+    assert all("raised RankError: forward: rank 1 failed" in line for line in lines[1:3])
+    assert "in fail_alone" in str(caught.value)
+
+
+TORCHRUN = """
+import sys, time, torch, torch.distributed as dist
+from plait.runtime.processes import world
+from plait.runtime.watch import Watch
+group, ours = world()
+assert ours
+watch = Watch(group)
+if dist.get_rank() == 1 and sys.argv[1] == "outside":
+    raise ValueError("outside of every guard")
+if dist.get_rank() == 1 and sys.argv[1] == "left":
+    sys.exit(0)
+try:
+    with watch.guard("forward"):
+        dist.barrier()
+finally:
+    sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("outside", "forward: rank 1 failed: ValueError: outside of every guard"),
+        ("left", "forward: rank 1 ended while others worked"),
+    ],
+)
+def test_under_torchruns_variables(tmp_path: Path, how: str, words: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    children = [
+        subprocess.Popen(
+            [sys.executable, str(script), how],
+            env=IMPORTS | shared | {"RANK": str(r), "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    errors = [child.communicate(timeout=60)[1] for child in children]
+    assert words in errors[0], errors[0]
+    assert children[0].returncode == 1
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def interrupt_me(folder: str) -> None:
+    Path(folder, f"pid-{os.getpid()}").touch()
+    while True:
+        dist.barrier()
+        time.sleep(0.01)
+
+
+INTERRUPT = """
+import sys
+from plait.runtime.processes import launch
+from tests.gloo.test_failures import interrupt_me
+if __name__ == "__main__":
+    launch(interrupt_me, 2, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_its_launcher(tmp_path: Path, sign: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPT)
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)],
+        env=IMPORTS,
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+    pids = until(lambda: len(list(tmp_path.glob("pid-*"))) == 2 and list(tmp_path.glob("pid-*")))
+    if sign is signal.SIGINT:
+        os.killpg(parent.pid, sign)  # as Ctrl-C in a terminal
+    else:
+        parent.send_signal(sign)
+    assert parent.wait(LIMIT) != 0
+    until(lambda: not any(Path(f"/proc/{p.name[4:]}").exists() for p in pids))
+
+
+def until(holds: Callable[[], Any]) -> Any:
+    end = time.monotonic() + LIMIT
+    while not (value := holds()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return value
+
+
+# --- work that all do or none, on the workers of the pool ------------------------------------
+
+
+def step(group: Any, culprit: int) -> str:
+    with Watch(group) as watch:
+        rank = dist.get_rank(group)
+        try:
+            with watch.step("load weights"):
+                if rank == culprit:
+                    raise OSError("no such file")
+        except (OSError, RankError) as error:
+            said = f"{type(error).__name__}: {error}"
+        dist.all_reduce(torch.ones(1), group=group)  # the group is as good as before
+        with watch.step("again"):
+            pass
+        return said.split(" (process")[0]
+
+
+def test_a_step_fails_on_all_ranks_and_the_group_lives(pool: Pool) -> None:
+    assert pool.run(step, 3, 1) == [
+        "RankError: load weights: rank 1 failed: OSError: no such file",
+        "OSError: no such file",
+        "RankError: load weights: rank 1 failed: OSError: no such file",
+    ]
+
+
+def exchange(group: Any) -> list[Any]:
+    with Watch(group) as watch:
+        rank = dist.get_rank(group)
+        return [watch.exchange("plan", {"rank": rank, "i": i}) for i in range(3)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_exchange_gives_the_value_of_each_rank(pool: Pool, n: int) -> None:
+    expected = [[{"rank": r, "i": i} for r in range(n)] for i in range(3)]
+    assert pool.run(exchange, n) == [expected] * n
+
+
+def elsewhere(group: Any) -> str:
+    with Watch(group) as watch, pytest.raises(RankError) as caught:
+        watch.exchange("save" if dist.get_rank(group) else "forward")
+    return str(caught.value)
+
+
+def test_ranks_at_different_points_are_told_so(pool: Pool) -> None:
+    text = 'the ranks are not at the same point: rank 0 at "forward", rank 1 at "save"'
+    assert pool.run(elsewhere, 2) == [text] * 2
+
+
+def absent(group: Any, stay: bool) -> tuple[float, str]:
+    rank = dist.get_rank(group)
+    with Watch(group) as watch:
+        start = time.monotonic()
+        if rank == 1:
+            if stay:
+                time.sleep(3)
+            return 0.0, ""
+        with pytest.raises(RankError) as caught:
+            watch.exchange("save", timeout=1.0)
+        return time.monotonic() - start, str(caught.value)
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_who_does_not_come_is_named(stay: bool) -> None:
+    pool = Pool()
+    try:
+        answers = pool.run(absent, 3, stay)
+    finally:
+        pool.close()
+    words = (
+        "save: rank 1 did not come to it within 1 s" if stay else "save: rank 1 ended before coming"
+    )
+    for took, text in (answers[0], answers[2]):
+        assert text.startswith(words)
+        assert took < 2
+
+
+def own_error(group: Any) -> str:
+    """All ranks fail alike: each keeps its own error, which has the better traceback."""
+    with Watch(group) as watch, pytest.raises(TypeError) as caught, watch.guard("forward"):
+        dist.barrier(group)
+        raise TypeError("a fault of the model")
+    return str(caught.value)
+
+
+def test_an_error_of_all_ranks_stays_what_it_is() -> None:
+    pool = Pool()
+    try:
+        assert pool.run(own_error, 2) == ["a fault of the model"] * 2
+    finally:
+        pool.close()
+
+
+def test_release_spares_a_group_of_one(pool: Pool) -> None:
+    pool.run(release_one, 1)
+
+
+def release_one(group: Any) -> None:
+    watching.release(group)
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def slow_receive(group: Any) -> str:
+    """What `release` relies on: gloo's pairs close when a receive times out."""
+    if dist.get_rank(group) == 0:
+        work = dist.irecv(torch.ones(1), group_src=1, group=group)
+        with pytest.raises(RuntimeError):
+            group.recv([torch.ones(1)], 1, 77).wait(timedelta(milliseconds=1))
+        with pytest.raises(RuntimeError) as caught:
+            work.wait()
+        return str(caught.value)
+    time.sleep(1)
+    return ""
+
+
+def test_gloo_closes_its_pairs_on_a_timeout() -> None:
+    pool = Pool()
+    try:
+        assert "pair closure" in pool.run(slow_receive, 2)[0]
+    finally:
+        pool.close()
