@@ -1,0 +1,385 @@
+"""One stack of layers on N ranks, scheduled in several ways, timed in one interleaved run.
+
+    torchrun --nproc-per-node 2 bench/rowshard.py --tokens 8192 2048 1024 --out results.json
+
+    nccl, two_shot      blocking all-reduces in one CUDA graph
+    beside              residual stream cut by rows; each transfer beside the matmul on the other rows
+    parts               two parts of the sequence in flight, residual cut by rows within each
+    *_floor             the same program, its transfers left out, data finite and random
+
+hidden = (nccl - t) / (nccl - nccl_floor), also against the best blocking row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "src")]
+
+from stack import EPS, KIND, Layer, Shape, attend, layers_of, probe_attention, rope, rotary, swiglu
+from timing import capture, interleaved, spread, start
+
+from plait.runtime.copy_engine import Events, Lane
+from plait.runtime.kernels.norm import sum_norm
+from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
+from plait.runtime.symmetric import KernelSignals, Signals, StreamSignals, Workspace
+
+
+@dataclass
+class Model:
+    shape: Shape
+    layers: list[Layer]
+    last_norm: Tensor
+    table: Tensor
+
+    @property
+    def blocks(self) -> range:
+        """Attention and feed-forward in turn."""
+        return range(2 * self.shape.layers)
+
+    def norm_after(self, block: int) -> Tensor:
+        layer = self.layers[block // 2]
+        if block % 2 == 0:
+            return layer.norm2
+        return self.last_norm if block == self.blocks[-1] else self.layers[block // 2 + 1].norm
+
+    def first(self, block: int) -> Tensor:
+        layer = self.layers[block // 2]
+        return layer.gate_up if block % 2 else layer.qkv
+
+    def last(self, block: int) -> Tensor:
+        layer = self.layers[block // 2]
+        return layer.down if block % 2 else layer.o
+
+
+class Work:
+    """Intermediates of the rows lo..hi of a sequence; qkv rows of every layer are shared by all parts."""
+
+    def __init__(self, model: Model, lo: int, hi: int, qkv: list[Tensor]) -> None:
+        shape, like = model.shape, qkv[0]
+        self.model, self.lo, self.hi, self.qkv = model, lo, hi, qkv
+        self.gate_up = like.new_zeros(hi - lo, 2 * shape.ffn)
+        self.act = like.new_zeros(hi - lo, shape.ffn)
+
+    def into(self, block: int) -> Tensor:
+        return self.gate_up if block % 2 else self.qkv[block // 2][self.lo : self.hi]
+
+    def rotate(self, block: int) -> None:
+        shape = self.model.shape
+        rope(self.into(block), self.model.table, self.lo, shape.q_heads + shape.kv_heads)
+
+    def middle(self, block: int) -> Tensor:
+        """What stands between a block's two matmuls; queries and keys are rotated already."""
+        if block % 2:
+            swiglu(self.gate_up, self.act)
+            return self.act
+        return attend(self.qkv[block // 2], self.model.shape, self.lo, self.hi)
+
+
+def qkv_rows(model: Model) -> list[Tensor]:
+    shape = model.shape
+    return [model.table.new_zeros(shape.tokens, shape.qkv, dtype=torch.bfloat16) for _ in model.layers]
+
+
+class Blocking:
+    def __init__(self, model: Model, x: Tensor, reduce: Callable[[Tensor], Any], y: Tensor) -> None:
+        self.model, self.x, self.reduce, self.y = model, x, reduce, y
+        self.work = Work(model, 0, x.shape[0], qkv_rows(model))
+        self.residual, self.out = torch.empty_like(x), torch.empty_like(x)
+
+    def __call__(self) -> None:
+        model, work = self.model, self.work
+        self.residual.copy_(self.x)
+        norm([self.x], None, model.layers[0].norm, None, self.out)
+        for block in model.blocks:
+            torch.mm(self.out, model.first(block).t(), out=work.into(block))
+            if block % 2 == 0:
+                work.rotate(block)
+            torch.mm(work.middle(block), model.last(block).t(), out=self.y)
+            self.reduce(self.y)
+            norm([self.y], self.residual, model.norm_after(block), self.residual, self.out)
+
+
+@dataclass
+class Part:
+    """Some rows of the sequence, their residual cut among the ranks."""
+
+    work: Work
+    ring: Ring
+    compute: Lane
+    transfers: bool
+    x: Tensor
+    residual: Tensor = field(init=False)
+    events: Events = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.residual = torch.empty_like(self.ring.rows.own)
+
+    def begin(self) -> None:
+        """The first norm is on all rows: every rank has the input."""
+        bounds, rank = self.ring.rows.bounds, self.ring.rows.rank
+        with self.compute():
+            norm([self.x], None, self.work.model.layers[0].norm, None, self.ring.rows.buffer.local)
+            self.residual.copy_(self.x[bounds[rank] : bounds[rank + 1]])
+        self.events = {}
+
+    def first(self, block: int, pieces: bool = False) -> None:
+        model, work = self.work.model, self.work
+        with self.compute():
+            if pieces:
+                gather_matmul(self.ring, model.first(block), work.into(block), self.compute, self.events)
+            else:
+                self.compute.after(*self.events.values())
+                torch.mm(self.ring.rows.buffer.local, model.first(block).t(), out=work.into(block))
+            if block % 2 == 0:
+                work.rotate(block)
+
+    def rest(self, block: int, pieces: bool = False) -> None:
+        ring = self.ring
+        with self.compute():
+            x, weight = self.work.middle(block), self.work.model.last(block)
+            if pieces and self.transfers:
+                self.events = matmul_scatter(ring, x, weight, self.compute)
+            elif pieces:
+                for rank in (*ring.rows.others, ring.rows.rank):
+                    a, b = ring.rows.bounds[rank], ring.rows.bounds[rank + 1]
+                    torch.mm(x[a:b], weight.t(), out=ring.terms.partials.of(rank))
+            else:
+                torch.mm(x, weight.t(), out=ring.terms.partials.buffer.local)
+                if self.transfers:
+                    ring.put(self.compute, ring.collected)
+                    self.events = ring.collect()
+
+    def finish(self, block: int, from_kernel: bool) -> None:
+        weight, ring = self.work.model.norm_after(block), self.ring
+        with self.compute():
+            if self.transfers:
+                finish(ring, self.residual, weight, None, self.compute, self.events,
+                       eps=EPS, kind=KIND, from_kernel=from_kernel)
+                self.events = ring.gather()
+            else:
+                norm(ring.terms.sources(), self.residual, weight, self.residual, ring.rows.own)
+
+
+class Sharded:
+    """`cuts` are the parts' bounds; `streams` compute streams carry the parts in turn."""
+
+    def __init__(
+        self, model: Model, x: Tensor, workspace: Workspace, cuts: list[int], *,
+        streams: int = 1, transfers: bool = True, from_kernel: bool = False, tail: bool = True,
+    ) -> None:
+        self.model, self.from_kernel, self.tail = model, from_kernel, tail
+        qkv, ranks, device = qkv_rows(model), workspace.ranks, x.device
+        self.lanes = [Lane.beside(device, first=False) for _ in range(streams)]
+        self.parts = []
+        for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            bounds = [(hi - lo) * r // ranks for r in range(ranks + 1)]
+            ring = Ring.of(workspace, bounds, model.shape.hidden, x.dtype)
+            work, lane = Work(model, lo, hi, qkv), self.lanes[i % streams]
+            self.parts.append(Part(work, ring, lane, transfers, x[lo:hi]))
+        if not transfers:
+            self.randomise()
+
+    def randomise(self) -> None:
+        """What would have been pulled: finite, random, of the size that it has in a run."""
+        for part in self.parts:
+            part.ring.terms.staged.normal_()
+            part.ring.rows.buffer.local.normal_()
+
+    @property
+    def out(self) -> Tensor:
+        return torch.cat([part.ring.rows.buffer.local for part in self.parts])
+
+    def __call__(self) -> None:
+        main = Lane.current(self.parts[0].x.device)
+        lanes = [*self.lanes, *(lane for part in self.parts for lane in part.ring.lanes())]
+        for lane in lanes:
+            lane.after(main.mark())
+        for part in self.parts:
+            part.begin()
+        self.beside() if len(self.parts) == 1 else self.in_turn()
+        for part in self.parts:
+            main.after(*part.events.values())
+        for lane in lanes:
+            main.after(lane.mark())
+
+    def beside(self) -> None:
+        (part,) = self.parts
+        for block in self.model.blocks:
+            part.first(block, pieces=True)
+            part.rest(block, pieces=True)
+            part.finish(block, self.from_kernel)
+
+    def in_turn(self) -> None:
+        """a: first | b: finish of the block before | a: rest | b: first | a: finish | b: rest ..."""
+        a, b = self.parts
+        last = self.model.blocks[-1]
+        keys: Any = None
+        for block in self.model.blocks:
+            a.first(block)
+            if block % 2 == 0:
+                keys = a.compute.mark()
+            if block:
+                b.finish(block - 1, self.from_kernel)
+            a.rest(block)
+            b.first(block)
+            if block % 2 == 0:
+                b.compute.after(keys)
+            a.finish(block, self.from_kernel)
+            b.rest(block, pieces=self.tail and block == last)
+        b.finish(last, self.from_kernel)
+
+
+def norm(
+    sources: list[Tensor], residual: Tensor | None, weight: Tensor, into: Tensor | None, out: Tensor
+) -> None:
+    sum_norm(sources, residual, weight, eps=EPS, kind=KIND, residual_out=into, rows_out=out)
+
+
+def by_gloo(y: Tensor) -> None:
+    total = y.float()
+    dist.all_reduce(total)
+    y.copy_(total)
+
+
+def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: set[str]) -> dict[str, Any]:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    group, ranks, t = dist.group.WORLD, dist.get_world_size(), model.shape.tokens
+    assert group is not None
+    ring = Ring.nbytes(t, model.shape.hidden, x.dtype, ranks) + 65536
+    half, result = [0, t // 2, t], {}
+
+    def sharded(name: str, cuts: list[int], signals: Signals, **options: Any) -> None:
+        if only and name not in only:
+            return
+        workspace = Workspace.on_group(ring * (len(cuts) - 1), group, device, signals)
+        run = Sharded(model, x, workspace, cuts, **options)
+        workspace.ready()
+        if not options.get("transfers", True):
+            run.randomise()
+        run.workspace = workspace  # type: ignore[attr-defined]
+        result[name] = run
+
+    def blocking(name: str, reduce: Callable[[Tensor], Any], y: Tensor) -> None:
+        if not only or name in only:
+            result[name] = Blocking(model, x, reduce, y)
+
+    blocking("nccl", by_gloo if shared else dist.all_reduce, torch.empty_like(x))
+    if not shared:
+        y = symm_mem.empty(x.shape, dtype=x.dtype, device=device)
+        symm_mem.rendezvous(y, group)
+        two_shot = torch.ops.symm_mem.two_shot_all_reduce_
+        blocking("two_shot", lambda y: two_shot(y, "sum", group.group_name), y)
+    blocking("nccl_floor", lambda y: None, torch.empty_like(x))
+    stream, kernel = StreamSignals(), KernelSignals()
+    sharded("beside", [0, t], stream)
+    sharded("beside_kernel_signals", [0, t], kernel, from_kernel=True)
+    sharded("beside_floor", [0, t], stream, transfers=False)
+    sharded("parts", half, stream)
+    sharded("parts_from_kernel", half, stream, from_kernel=True)
+    sharded("parts_kernel_signals", half, kernel, from_kernel=True)
+    sharded("parts_no_tail", half, stream, tail=False)
+    sharded("parts_two_streams", half, stream, streams=2)
+    sharded("parts_floor", half, stream, transfers=False)
+    sharded("parts_two_streams_floor", half, stream, streams=2, transfers=False)
+    return result
+
+
+def run(
+    tokens: int, share: int, layers: int, samples: int, only: set[str], device: torch.device, shared: bool
+) -> dict[str, Any]:
+    shape = Shape.llama_70b(tokens, share, layers)
+    weights, last = layers_of(shape, device, dist.get_rank())
+    model = Model(shape, weights, last, rotary(tokens, shape.dim, device))
+    common = torch.Generator(device).manual_seed(7)
+    x = torch.randn(tokens, shape.hidden, generator=common, device=device).to(torch.bfloat16)
+    made = variants(model, x, device, shared, only)
+    reference, rows, graphs = None, {}, {}
+    for name, built in made.items():
+        if shared and name == "nccl":  # gloo cannot be captured
+            built()
+        else:
+            graphs[name] = capture(built)
+            graphs[name].replay()
+        torch.cuda.synchronize()
+        if name.endswith("floor"):
+            rows[name] = {"finite": bool(built.out.isfinite().all())}
+            continue
+        out = built.out.float()
+        reference = out if reference is None else reference
+        differ = float((out - reference).norm() / reference.norm())
+        rows[name] = {"error": differ, "equal": float((out == reference).float().mean())}
+    report(f"built {tokens}", rows)
+    if shared:
+        return {"rows": rows}
+    for graph in graphs.values():
+        for _ in range(3):
+            graph.replay()
+    first = interleaved({n: graphs[n] for n in list(graphs)[:1]}, 3)
+    replays = max(1, round(15 / median(next(iter(first.values())))))
+    for name, times in interleaved(graphs, samples, replays).items():
+        middle, low, high = spread(times)
+        rows[name] |= {"ms": middle, "p10": low, "p90": high}
+    hide(rows)
+    return {"tokens": tokens, "share": share, "layers": layers, "replays": replays, "rows": rows}
+
+
+def hide(rows: dict[str, dict[str, Any]]) -> None:
+    if "nccl" not in rows or "nccl_floor" not in rows:
+        return
+    floor, nccl = rows["nccl_floor"]["ms"], rows["nccl"]["ms"]
+    best = min(rows[name]["ms"] for name in ("nccl", "two_shot") if name in rows)
+    for row in rows.values():
+        row["hidden"] = (nccl - row["ms"]) / (nccl - floor)
+        row["hidden_of_best"] = (best - row["ms"]) / (best - floor)
+
+
+def report(title: str, rows: dict[str, dict[str, Any]]) -> None:
+    if dist.get_rank():
+        return
+    print(f"== {title}", flush=True)
+    for name, row in rows.items():
+        items = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        print(f"  {name:26s} " + "  ".join(items), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 2048, 1024])
+    parser.add_argument("--share", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=21)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rank, ranks, device = start()
+    shared = torch.cuda.device_count() < ranks
+    found = probe_attention(Shape.llama_70b(512, options.share), device)
+    if not rank:
+        print(found, flush=True)
+    results = []
+    for tokens in options.tokens:
+        result = run(tokens, options.share, options.layers, options.samples, set(options.only), device, shared)
+        report(f"{tokens} tokens, 1/{options.share}, {ranks} ranks", result["rows"])
+        results.append(result)
+        if options.out and not rank:
+            options.out.write_text(json.dumps(results, indent=1))
+        torch.cuda.empty_cache()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Collectives by the copy engines: rows pulled from the peers' memory, no multiprocessor involved.
+
+    gather    every rank pulls the rows it does not own            ready: the owner's rows are written
+    collect   every rank pulls the others' terms of its own rows   ready: the terms are written
+
+Both run on a `Lane` beside the compute and return an event for each peer, in the order of arrival:
+peer rank + 1 first, so that no two ranks pull from the same one. A reduce-scatter is `collect` and
+`sum_norm` of `terms`; an all-reduce is that and a `gather`. Sums are in rank order, so their bits
+depend neither on chunks nor on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.runtime.symmetric import Channel, Rows
+
+Events = dict[int, Any]  # rank -> torch.cuda.Event, or None where there are no streams
+
+
+class Lane:
+    """A stream, or the host's own order where there is none."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+
+    @classmethod
+    def beside(cls, device: torch.device, *, first: bool = True) -> Lane:
+        """A new stream of `device`; `first`: its kernels are placed before those of other streams."""
+        return cls(torch.cuda.Stream(device, priority=-1 if first else 0)) if _cuda(device) else cls()
+
+    @classmethod
+    def current(cls, device: torch.device) -> Lane:
+        return cls(torch.cuda.current_stream(device)) if _cuda(device) else cls()
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def mark(self) -> Any:
+        """The point that the lane has reached."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def after(self, *events: Any) -> None:
+        for event in events:
+            if event is not None and self.stream is not None:
+                self.stream.wait_event(event)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a sum whose rows are cut among the ranks, and room for those of the others."""
+
+    partials: Rows  # this rank's terms of all rows
+    staged: Tensor  # [ranks - 1, own rows, d]: the other ranks' terms of the own rows
+
+    @classmethod
+    def of(cls, partials: Rows) -> Terms:
+        ranks = len(partials.buffer.on)
+        return cls(partials, partials.own.new_zeros(max(1, ranks - 1), *partials.own.shape))
+
+    def slot(self, rank: int) -> Tensor:
+        """Where `rank`'s terms of the own rows are."""
+        me = self.partials.rank
+        return self.partials.own if rank == me else self.staged[rank - (rank > me)]
+
+    def sources(self) -> list[Tensor]:
+        """All terms of the own rows, in rank order."""
+        return [self.slot(rank) for rank in range(len(self.partials.buffer.on))]
+
+
+def gather(rows: Rows, ready: Channel, lane: Lane) -> Events:
+    """Pull every other rank's rows into this rank's copy."""
+    return _pull(rows, ready, lane, lambda rank: (rows.of(rank), rows.of(rank, on=rank)))
+
+
+def collect(terms: Terms, ready: Channel, lane: Lane) -> Events:
+    """Pull every other rank's terms of this rank's rows."""
+    partials = terms.partials
+    me = partials.rank
+    return _pull(partials, ready, lane, lambda rank: (terms.slot(rank), partials.of(me, on=rank)))
+
+
+def _pull(
+    rows: Rows, ready: Channel, lane: Lane, copy: Callable[[int], tuple[Tensor, Tensor]]
+) -> Events:
+    events: Events = {}
+    with lane():
+        for rank in rows.others:
+            ready.wait([rank])
+            into, source = copy(rank)
+            into.copy_(source, non_blocking=True)
+            events[rank] = lane.mark()
+    return events
+
+
+def all_gather(rows: Rows, ready: Channel, done: Channel) -> None:
+    """On the current stream; when it is over, own rows may be written again."""
+    lane = Lane.current(rows.own.device)
+    ready.put()
+    gather(rows, ready, lane)
+    done.put()
+    done.wait()
+
+
+def all_reduce(
+    terms: Terms, out: Rows, collected: Channel, gathered: Channel, lane: Lane | None = None
+) -> None:
+    """Sum the terms of all ranks into `out` on all of them, on the current stream."""
+    from plait.runtime.kernels.norm import sum_norm
+
+    lane = lane or Lane.current(out.own.device)
+    collected.put()
+    collect(terms, collected, lane)
+    sum_norm(
+        terms.sources(), None, None, eps=0.0, kind="none", residual_out=None, rows_out=out.own
+    )
+    gathered.put()
+    gather(out, gathered, lane)
+
+
+def _cuda(device: torch.device) -> bool:
+    return device.type == "cuda"

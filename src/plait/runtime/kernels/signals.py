@@ -1,0 +1,51 @@
+"""Flags between ranks, filled and emptied from inside kernels.
+
+A flag is one int32 in symmetric memory: 0 is empty, 1 is full. The producer fills the flag that lies
+on the consumer's device, the consumer empties it. Emptying it is part of the wait, so a captured graph
+can be replayed any number of times without a reset, and nothing in the graph depends on the replay.
+
+`fill` releases what its program (all threads) wrote before; `drain` acquires what the filler released.
+Both wait for the opposite state, so a producer that is one turn ahead waits instead of losing a signal.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fill(flag):
+    tl.debug_barrier()  # the release below is one thread's; it must cover the others' stores
+    while tl.atomic_cas(flag, 0, 1, sem="release", scope="sys") != 0:
+        pass
+
+
+@triton.jit
+def drain(flag):
+    while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def fill_when_last(arrivals, flags):
+    """The last program of the grid to come here fills `flags`; what all of them wrote is released.
+
+    `arrivals` is an int32 on this device, 0 before the launch and 0 after it.
+    """
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(arrivals, 0)
+        for i in tl.static_range(len(flags)):
+            fill(flags[i])
+
+
+@triton.jit
+def fill_kernel(flags):
+    for i in tl.static_range(len(flags)):
+        fill(flags[i])
+
+
+@triton.jit
+def drain_kernel(flags):
+    for i in tl.static_range(len(flags)):
+        drain(flags[i])

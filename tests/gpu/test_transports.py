@@ -1,0 +1,259 @@
+"""Every transport and fused kernel against fp64 on one device, for 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.gpu.ranks import CUDA, run_ranks
+
+RANKS = [2, 3, 4]
+WIDTHS = [64, 80] if not CUDA else [8192, 5120, 80]
+DTYPE = torch.bfloat16 if CUDA else torch.float32  # the interpreter's arithmetic is numpy's
+
+
+def terms(ranks: int, rows: int, width: int, device: Any, seed: int = 0) -> list[torch.Tensor]:
+    """What every rank brings; all ranks can make all of it."""
+    made = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, width, generator=made).to(device, DTYPE) for _ in range(ranks)]
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def normed(row: torch.Tensor, weight: Any, bias: Any, kind: str, eps: float = 1e-5) -> torch.Tensor:
+    x, w = row.double(), weight.double()
+    if kind == "layer":
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], w, bias.double(), eps)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
+
+
+def close(out: torch.Tensor, ref: torch.Tensor) -> None:
+    bound = 1e-2 if out.dtype == torch.bfloat16 else 1e-5
+    error = float((out.double() - ref.double()).norm() / ref.double().norm())
+    assert error < bound, error  # NaN fails
+
+
+def repeat(step: Any, device: torch.device, times: int) -> None:
+    """Run `step` as it is, then captured and replayed."""
+    step()
+    if not CUDA:
+        for _ in range(min(times, 2)):
+            step()
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    for _ in range(times):
+        graph.replay()
+    torch.cuda.synchronize()
+
+
+def one_shot(workspace: Any, device: torch.device) -> None:
+    from plait.runtime.kernels.oneshot import OneShot
+
+    ranks, rank, times = workspace.ranks, workspace.rank, 50
+    kinds = zip(("rms", "rms_rounded", "layer"), (*WIDTHS, WIDTHS[-1]), (8, 1, 5), strict=False)
+    shots = {width: OneShot(workspace, 8, width, DTYPE) for width in WIDTHS}
+    workspace.ready()
+    torch.manual_seed(3)
+    for kind, width, rows in kinds:
+        shot = shots[width]
+        weight, bias = (torch.rand(width).to(device, DTYPE) + 0.5 for _ in range(2))
+        parts = terms(ranks, rows, width, device, seed=rows)
+        residual = terms(1, rows, width, device, seed=100 + rows)[0]
+        outs = [torch.full_like(residual, torch.nan) for _ in range(2)]
+
+        step = partial(
+            shot.all_reduce_norm, parts[rank], residual, weight, bias if kind == "layer" else None,
+            eps=1e-5, kind=kind, residual_out=outs[0], rows_out=outs[1],
+        )
+        repeat(step, device, times)
+        total = (in_order(parts).float() + residual.float()).to(DTYPE)
+        assert torch.equal(outs[0], total)
+        close(outs[1], normed(total, weight, bias, kind))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_one_shot_with_norm(ranks: int) -> None:
+    run_ranks(ranks, 1 << 24, one_shot)
+
+
+def one_shot_nan(workspace: Any, device: torch.device) -> None:
+    """A row full of the NaN that marks an empty slot must arrive, not hang."""
+    from plait.runtime.kernels.oneshot import OneShot
+
+    shot = OneShot(workspace, 2, 64, DTYPE)
+    workspace.ready()
+    word = torch.int16 if DTYPE.itemsize == 2 else torch.int32
+    x = torch.full((2, 64), -1, dtype=word, device=device).view(DTYPE)
+    out = torch.zeros_like(x)
+    for _ in range(3):
+        shot.all_reduce_norm(x, rows_out=out)
+    assert bool(out.isnan().all())
+
+
+def test_one_shot_carries_every_bit_pattern() -> None:
+    run_ranks(2, 1 << 20, one_shot_nan)
+
+
+def two_shot(workspace: Any, device: torch.device) -> None:
+    from plait.runtime.kernels.twoshot import TwoShot
+
+    shot = TwoShot(workspace, programs=4)
+    sizes = (4096 * 5 + 24, 40)
+    buffers = [workspace.buffer((size,), DTYPE) for size in sizes]
+    workspace.ready()
+    for size, data in zip(sizes, buffers, strict=True):
+        out = torch.empty(size, dtype=DTYPE, device=device)
+        parts = terms(workspace.ranks, 1, size, device)
+
+        def step(data: Any = data, parts: Any = parts, out: Any = out) -> None:
+            data.local.copy_(parts[workspace.rank][0])
+            shot.all_reduce(data)
+            out.copy_(data.local)
+
+        repeat(step, device, 50)
+        assert torch.equal(out, in_order(parts)[0])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_two_shot(ranks: int) -> None:
+    run_ranks(ranks, 1 << 22, two_shot)
+
+
+def copy_engine(workspace: Any, device: torch.device, rows: int, width: int) -> None:
+    from plait.runtime.copy_engine import Lane, Terms, all_gather, all_reduce
+    from plait.runtime.symmetric import Rows
+
+    ranks, rank = workspace.ranks, workspace.rank
+    bounds = tuple(rows * r // ranks for r in range(ranks + 1))
+    out = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
+    partials = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
+    channels = [workspace.channel() for _ in range(4)]
+    sums = Terms.of(partials)
+    workspace.ready()
+    parts, result = terms(ranks, rows, width, device), torch.empty(rows, width, dtype=DTYPE)
+    result = result.to(device)
+
+    def reduce() -> None:
+        partials.buffer.local.copy_(parts[rank])
+        all_reduce(sums, out, channels[0], channels[1])
+        result.copy_(out.buffer.local)
+
+    repeat(reduce, device, 50)
+    assert torch.equal(result, in_order(parts))
+
+    def collect() -> None:
+        out.own.copy_(parts[rank][bounds[rank] : bounds[rank + 1]])
+        all_gather(out, channels[2], channels[3])
+        result.copy_(out.buffer.local)
+
+    repeat(collect, device, 50)
+    for owner in range(ranks):
+        own = slice(bounds[owner], bounds[owner + 1])
+        assert torch.equal(result[own], parts[owner][own])
+    assert Lane.current(device).mark() is None or CUDA
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_copy_engine(ranks: int) -> None:
+    run_ranks(ranks, 1 << 22, copy_engine, 37, WIDTHS[-1])
+
+
+def block(workspace: Any, device: torch.device) -> None:
+    from plait.runtime.symmetric import KernelSignals
+
+    for signals in (workspace.signals, KernelSignals()):
+        workspace.signals = signals
+        for from_kernel in (False, True):
+            one_block(workspace, device, from_kernel)
+
+
+def one_block(workspace: Any, device: torch.device, from_kernel: bool) -> None:
+    """gather_matmul -> matmul_scatter -> finish, against the same on whole rows."""
+    from plait.runtime.copy_engine import Lane
+    from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
+
+    ranks, rank, rows, width, inner = workspace.ranks, workspace.rank, 48, WIDTHS[-1], 32
+    bounds = [rows * r // ranks for r in range(ranks + 1)]
+    ring = Ring.of(workspace, bounds, width, DTYPE)
+    workspace.ready()
+    x = terms(1, rows, width, device, seed=5)[0]
+    ups = [w / width**0.5 for w in terms(ranks, inner, width, device, seed=6)]
+    downs = [w / inner**0.5 for w in terms(ranks, width, inner, device, seed=7)]
+    scale = torch.ones(width, dtype=DTYPE, device=device)
+    residual, hidden = x[bounds[rank] : bounds[rank + 1]].clone(), x.new_empty(rows, inner)
+    result = torch.empty_like(x)
+
+    def step() -> None:
+        compute = Lane.current(device)
+        for lane in ring.lanes():
+            lane.after(compute.mark())
+        ring.rows.own.copy_(x[bounds[rank] : bounds[rank + 1]])
+        residual.copy_(ring.rows.own)
+        ring.put(compute, ring.gathered)
+        events = ring.gather()
+        for _ in range(2):
+            gather_matmul(ring, ups[rank], hidden, compute, events)
+            events = matmul_scatter(ring, hidden, downs[rank], compute)
+            finish(ring, residual, scale, None, compute, events, eps=1e-5, kind="rms",
+                   from_kernel=from_kernel)
+            events = ring.gather()
+        compute.after(*events.values(), *(lane.mark() for lane in ring.lanes()))
+        result.copy_(ring.rows.buffer.local)
+
+    repeat(step, device, 50)
+    stream, out = x.double(), x.double()
+    for _ in range(2):
+        stream = stream + sum(
+            out @ u.double().t() @ d.double().t() for u, d in zip(ups, downs, strict=True)
+        )
+        out = normed(stream, scale, None, "rms")
+    close(result, out)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_block_of_pieces(ranks: int) -> None:
+    run_ranks(ranks, 1 << 24, block)
+
+
+def delayed(workspace: Any, device: torch.device, seed: int) -> None:
+    """Random sleeps a rank between all-reduces; every result must still be the sum of its own turn."""
+    import random
+    import time
+
+    from plait.runtime.kernels.oneshot import OneShot
+
+    chance = random.Random(seed + workspace.rank)
+    shot = OneShot(workspace, 4, 64, DTYPE)
+    workspace.ready()
+    out = torch.empty(4, 64, dtype=DTYPE, device=device)
+    for turn in range(200 if CUDA else 20):
+        parts = terms(workspace.ranks, 4, 64, device, seed=turn)
+        if chance.random() < 0.3:
+            if CUDA:
+                torch.cuda._sleep(chance.randrange(10**6))
+            else:
+                time.sleep(chance.random() / 100)
+        shot.all_reduce_norm(parts[workspace.rank], rows_out=out)
+        assert torch.equal(out, in_order(parts)), turn
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_shot_under_delays(ranks: int) -> None:
+    run_ranks(ranks, 1 << 20, delayed, 1)
