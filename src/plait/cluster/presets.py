@@ -285,6 +285,7 @@ def _pcie(device: str, gb: float) -> Box:
 
 
 BOXES: dict[str, Box] = {
+    "pcie3": _pcie("v100", 15.75),
     "pcie4": _pcie("a100-pcie", 32),
     "pcie5": _pcie("h100-pcie", 63),
     "dgx-a100": _nvswitch("a100", 8, 300, "ib-hdr", reduces=False),

@@ -17,6 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -55,3 +60,9 @@ class Transport:
 
     def with_launch(self, seconds: float) -> Transport:
         return replace(self, launch=seconds)
+
+
+def moved(x: float | Floats, protocol: Protocol, steps: int = 0) -> float | Floats:
+    """Seconds for x seconds of bytes: what the base does not hide, and the pipeline's fill."""
+    fill = protocol.fill + protocol.hop_fill * steps
+    return np.maximum(0.0, x - protocol.window) + np.minimum(2.0 * (fill * x) ** 0.5, protocol.most)

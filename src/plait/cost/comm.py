@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import sqrt
 
 from plait.cluster import Cluster, Protocol, Transport
+from plait.cluster.transport import moved
 from plait.cluster.units import spell_seconds, spell_size
 from plait.collectives.algorithms import ALGORITHMS, build, supports
 from plait.collectives.schedule import COLLECTIVES, Collective, Spec
@@ -23,9 +23,6 @@ from plait.cost.bound import bound
 from plait.cost.march import envelope_of, whole
 from plait.cost.native import form
 from plait.errors import CollectiveError
-
-DETERMINISTIC = ()  # see `candidates`
-
 
 @dataclass(frozen=True)
 class Price:
@@ -111,11 +108,10 @@ def choose(
 
     `deterministic` leaves out what chooses its order of addition by size or timing by itself: `native`.
     """
-    assert collective in COLLECTIVES, collective
-    _check(nbytes, ranks, cluster)
+    _check(collective, nbytes, ranks, cluster)
     part = _part(cluster, tuple(ranks))
     best: dict[str, Price] = {}
-    for name, found in _readings(collective, part, algorithm, transport, root):
+    for name, found in readings(collective, part, algorithm, transport, root):
         if deterministic and name == "native":
             continue
         seconds = found.seconds(nbytes)
@@ -125,7 +121,7 @@ def choose(
         raise CollectiveError(
             f"{cluster} runs no {algorithm or 'algorithm'} for {collective} on {len(ranks)} ranks"
             f"{f' by {transport}' if transport else ''}; it runs "
-            + ", ".join(dict.fromkeys(n for n, _ in _readings(collective, part, None, None, root)))
+            + ", ".join(dict.fromkeys(n for n, _ in readings(collective, part, None, None, root)))
         )
     return Choice(tuple(sorted(best.values(), key=lambda p: (p.seconds, p.algorithm != "native"))))
 
@@ -148,12 +144,19 @@ class Reading:
     sent: float  # bytes sent by the busiest rank, per byte of the size
     floor: tuple[float, float]  # the bound: seconds, seconds a byte
 
+    @property
+    def start(self) -> float:
+        """Seconds of the hops of a vector with no bytes."""
+        return max((a for a, _ in self.lines), default=0.0)
+
+    def moving(self, nbytes: float) -> float:
+        """Seconds that its bytes add."""
+        return max((a + b * nbytes for a, b in self.lines), default=0.0) - self.start
+
     def seconds(self, nbytes: float) -> float:
         if nbytes <= 0 or self.n == 1:
             return 0.0
-        start = max(a for a, _ in self.lines)
-        moving = max(a + b * nbytes for a, b in self.lines) - start
-        return self.latency + start + _moved(moving, self.protocol, self.steps)
+        return self.latency + self.start + float(moved(self.moving(nbytes), self.protocol, self.steps))
 
     def bound(self, nbytes: float) -> float:
         return 0.0 if nbytes <= 0 or self.n == 1 else max(self.floor[0], self.floor[1] * nbytes)
@@ -172,21 +175,21 @@ class Reading:
         )
 
 
-def _moved(x: float, protocol: Protocol, steps: int) -> float:
-    """Seconds for x seconds of bytes: what the latency does not hide, and the pipeline's fill."""
-    fill = protocol.fill + protocol.hop_fill * steps
-    return max(0.0, x - protocol.window) + min(2 * sqrt(fill * x), protocol.most)
-
-
 @lru_cache(maxsize=1024)
 def _part(cluster: Cluster, ranks: tuple[int, ...]) -> Cluster:
     return cluster.subset(ranks)
 
 
 @lru_cache(maxsize=4096)
-def _readings(
-    collective: Collective, cluster: Cluster, algorithm: str | None, transport: str | None, root: int
+def readings(
+    collective: str,
+    cluster: Cluster,
+    algorithm: str | None = None,
+    transport: str | None = None,
+    root: int = 0,
 ) -> tuple[tuple[str, Reading], ...]:
+    """Every way to run a collective over all ranks of a cluster, each with its algorithm's name."""
+    assert collective in COLLECTIVES, collective
     found: list[tuple[str, Reading]] = []
     for by in cluster.transports:
         if transport not in (None, by.name) or not _reaches(by, cluster):
@@ -280,8 +283,10 @@ def _reaches(by: Transport, cluster: Cluster) -> bool:
     return by.reach is None or all(len(cluster.units(i)) == 1 for i in range(by.reach + 1, len(cluster.levels)))
 
 
-def _check(nbytes: float, ranks: Sequence[int], cluster: Cluster) -> None:
+def _check(collective: str, nbytes: float, ranks: Sequence[int], cluster: Cluster) -> None:
     wrong = []
+    if collective not in COLLECTIVES:
+        wrong.append(f"{collective!r}, which is none of {', '.join(COLLECTIVES)}")
     if nbytes < 0:
         wrong.append(f"{nbytes} bytes")
     if not len(ranks):
