@@ -99,7 +99,7 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
     "gptneox": _decoder("gpt_neox", intermediate_size=52, rotary_pct=0.5, **(MHA | {"hidden_size": 40})),
     "opt": _decoder("opt", ffn_dim=52, word_embed_proj_dim=30, **MHA),
     "falcon": _decoder("falcon", **(MHA | {"hidden_size": 30})),
-    "gemma3": _decoder("gemma3_text", head_dim=6, sliding_window=5, query_pre_attn_scalar=6,
+    "gemma3": _decoder("gemma3_text", head_dim=6, sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=6,
                        **(GQA | {"num_key_value_heads": 2})),
     "mixtral": _decoder("mixtral", head_dim=6, num_local_experts=5, num_experts_per_tok=2, sliding_window=None, **MOE),
     "qwen3moe": _decoder("qwen3_moe", head_dim=6, num_experts=5, num_experts_per_tok=2,

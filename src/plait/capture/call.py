@@ -38,6 +38,11 @@ class Call:
         leaves = tuple((_spell(path), leaf) for path, leaf in with_paths)
         return cls(args, kwargs, leaves, spec, shapes)
 
+    def order(self, spec: pytree.TreeSpec) -> list[int]:
+        """Our leaves in the order of `spec`, which may have the keywords in another one."""
+        numbered = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
+        return list(spec.flatten_up_to(numbered))
+
     def inputs(self, nodes: Mapping[int, str]) -> tuple[Input, ...]:
         """`nodes`: placeholder name of the i-th leaf, where it is a tensor."""
         return tuple(

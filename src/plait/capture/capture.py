@@ -9,11 +9,12 @@ import torch
 
 from plait.capture.call import Call
 from plait.capture.clean import clean
+from plait.capture.dropout import write_out_attention_dropout
 from plait.capture.export import export
 from plait.capture.lower import lower
+from plait.capture.masks import recognise_masks
 from plait.passes.fold import fold
 from plait.program import Program
-from plait.rules.facts import recognise_masks
 
 
 def capture(
@@ -32,4 +33,5 @@ def capture(
     exported = export(model, call, training)
     clean(exported.graph, training)
     program, values = lower(model, exported, call, training)
-    return recognise_masks(fold(program, values))
+    program = recognise_masks(fold(program, values))
+    return write_out_attention_dropout(program) if training else program

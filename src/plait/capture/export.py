@@ -6,6 +6,7 @@ import torch
 from torch.export import ExportedProgram
 
 from plait.capture.call import Call
+from plait.capture.written import decompositions, prepare
 
 
 def export(model: torch.nn.Module, call: Call, training: bool) -> ExportedProgram:
@@ -13,4 +14,5 @@ def export(model: torch.nn.Module, call: Call, training: bool) -> ExportedProgra
         exported = torch.export.export(
             model, call.args, call.kwargs, dynamic_shapes=call.shapes, strict=False
         )
-        return exported.run_decompositions({})
+        prepare(exported.graph_module, training)
+        return exported.run_decompositions(decompositions())

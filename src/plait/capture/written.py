@@ -1,0 +1,127 @@
+"""Operators that are written out, so that the equation table need not know them.
+
+    rms_norm                          pow, mean, rsqrt, mul
+    einsum                            permute, view, bmm
+    attention with enable_gqa         keys and values repeated, then attention
+    a region under no_grad            its operators, then detach (training only)
+
+`prepare` rewrites the graph as exported, before the functional form is made from it: the new nodes
+need no values of their own. `decompositions` is for `run_decompositions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+
+
+def prepare(module: fx.GraphModule, training: bool) -> None:
+    """Rewrite the exported graph and the graphs of its regions in place."""
+    for graph_module in list(module.modules()):
+        if not isinstance(graph_module, fx.GraphModule):
+            continue
+        for node in list(graph_module.graph.nodes):
+            if node.target is SDPA:
+                _repeat_heads(graph_module.graph, node)
+            elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and training:
+                _no_grad_region(graph_module, node)
+        graph_module.recompile()
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    composites = torch.export.default_decompositions()
+    return {
+        aten.rms_norm.default: rms_norm,
+        aten.einsum.default: composites.pop(aten.einsum.default),
+    }
+
+
+def rms_norm(
+    x: torch.Tensor,
+    shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """As torch's own composite computes it, bit for bit: in fp32, rounded once at the end."""
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    wide = x.to(dtype)
+    dims = [-1 - i for i in range(len(shape))]
+    eps = torch.finfo(dtype).eps if eps is None else eps
+    y = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + eps)
+    return (y if weight is None else y * weight).to(x.dtype)
+
+
+# -- attention ---------------------------------------------------------------------------------------
+
+
+def _repeat_heads(graph: fx.Graph, node: fx.Node) -> None:
+    """Grouped queries: key and value heads repeated, as a model without `enable_gqa` writes it."""
+    call = sdpa_arguments(node)
+    if not call["enable_gqa"]:
+        return
+    q, k, v = call["query"], call["key"], call["value"]
+    repeats = q.meta["val"].shape[-3] // k.meta["val"].shape[-3]
+    if repeats != 1:
+        heads = k.meta["val"].dim() - 3
+        k, v = (_call(graph, node, aten.repeat_interleave.self_int, x, repeats, heads) for x in (k, v))
+    set_sdpa(node, call | {"key": k, "value": v})
+
+
+def sdpa_arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an attention node by name, defaults filled in."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    found = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    return {a.name: found.get(a.name, a.default_value) for a in schema.arguments}
+
+
+def set_sdpa(node: fx.Node, call: dict[str, Any]) -> None:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    node.args = tuple(call[n] for n in names)
+    node.kwargs = {} if call["scale"] is None else {"scale": call["scale"]}
+
+
+def _call(graph: fx.Graph, before: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """A call in the name of the line and the module of `before`."""
+    with graph.inserting_before(before):
+        new = graph.call_function(target, args)
+    new.meta = {k: before.meta[k] for k in KEPT_META if k in before.meta}
+    return new
+
+
+KEPT_META = ("stack_trace", "nn_module_stack", "torch_fn")
+
+
+# -- regions -----------------------------------------------------------------------------------------
+
+
+def _no_grad_region(module: fx.GraphModule, node: fx.Node) -> None:
+    """The functional form inlines the region and forgets its mode: detach what leaves it."""
+    enabled, region = node.args[0], node.args[1]
+    if enabled:
+        return
+    inner = getattr(module, str(region.target))  # type: ignore[union-attr]
+    results = list(inner.graph.output_node().args[0])
+    for user in list(node.users):
+        result = results[user.args[1]]  # type: ignore[index]
+        if _enables_grad(result):
+            continue
+        with module.graph.inserting_after(user):
+            detached = module.graph.call_function(aten.detach.default, (user,))
+        detached.meta = {k: user.meta[k] for k in KEPT_META if k in user.meta}
+        user.replace_all_uses_with(detached, delete_user_cb=lambda n: n is not detached)
+
+
+def _enables_grad(node: Any) -> bool:
+    """A region with grad inside one without."""
+    source = node.args[0] if isinstance(node, fx.Node) and node.args else None
+    return (
+        isinstance(source, fx.Node)
+        and source.target is torch.ops.higher_order.wrap_with_set_grad_enabled
+        and bool(source.args[0])
+    )
