@@ -1,29 +1,30 @@
-"""The moves that algorithms are made of: pure functions from members and chunks to steps of transfers.
+"""The moves of algorithms without a tree: pure functions from members and chunks to steps.
 
-Three moves make everything else:
+    all_gather(ranks, parts)       member i owns part i; afterwards every member holds every part
+    all_reduce(ranks, chunks)      afterwards every member holds the sum
+    all_to_all(ranks, blocks)      blocks[i][j] goes from member i to member j
 
-    all_gather(ranks, parts)         member i owns part i; afterwards every member holds every part
-    broadcast(ranks, chunks)         member 0 holds the chunks; afterwards every member does
-    all_to_all(ranks, blocks)        blocks[i][j] goes from member i to member j
+A part, or block, is a tuple of chunks.
 
-Played backwards with additions in place of copies, the first is a reduce-scatter and the second a reduce
-(`mirror`): a chunk that reaches every member once becomes a sum that every member enters once. An all-reduce
-is a reduce-scatter and an all-gather, or a reduce and a broadcast, or its own function. A part is a tuple of chunks.
-Pieces (`ring[8]/4`) are slices of the vector that follow each other through the same steps.
+Played backwards with additions in place of copies (`mirror`) an all-gather is a reduce-scatter: a
+chunk that reaches every member once becomes a sum that every member enters once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from plait.collectives.schedule import Transfer
 
+T = TypeVar("T")
 Ranks = Sequence[int]
 Chunks = tuple[int, ...]
+Blocks = Sequence[Sequence[Chunks]]
 Steps = list[list[Transfer]]
 
 
-# --- combining steps -------------------------------------------------------------------------------
+# --- combining steps ------------------------------------------------------------------------------
 
 
 def move(source: int, target: int, chunks: Iterable[int]) -> list[Transfer]:
@@ -33,6 +34,11 @@ def move(source: int, target: int, chunks: Iterable[int]) -> list[Transfer]:
 def mirror(steps: Steps) -> Steps:
     """The same transfers backwards in time and direction, each copy an addition."""
     return [[Transfer(t.target, t.source, t.chunk, "add") for t in step] for step in steps[::-1]]
+
+
+def turned(steps: Steps) -> Steps:
+    """The same transfers backwards in time and direction, all copies."""
+    return [[Transfer(t.target, t.source, t.chunk, "copy") for t in step] for step in steps[::-1]]
 
 
 def together(*tracks: Steps, lag: int = 0) -> Steps:
@@ -66,7 +72,7 @@ def joined(parts: Iterable[Chunks]) -> Chunks:
     return tuple(chunk for part in parts for chunk in part)
 
 
-# --- all_gather: member i owns part i --------------------------------------------------------------
+# --- all_gather: member i owns part i -------------------------------------------------------------
 
 
 def ring_all_gather(ranks: Ranks, parts: Sequence[Chunks]) -> Steps:
@@ -110,7 +116,7 @@ def doubling_all_gather(ranks: Ranks, parts: Sequence[Chunks]) -> Steps:
     held = [(parts[c],) if c not in folded else (parts[folded[c]], parts[c]) for c in core]
     before = [t for odd, even in folded.items() for t in move(ranks[even], ranks[odd], parts[even])]
     steps = [before]
-    for bit in _bits(len(core)):
+    for bit in bits(len(core)):
         block = [range(i & -bit, (i & -bit) + bit) for i in range(len(core))]
         steps.append([
             t
@@ -126,7 +132,7 @@ def doubling_all_gather(ranks: Ranks, parts: Sequence[Chunks]) -> Steps:
 
 
 def bruck_all_gather(ranks: Ranks, parts: Sequence[Chunks]) -> Steps:
-    """Any n in ceil(log2 n) steps: member i passes the first parts it has, from i on, to i - 2^b."""
+    """Any n, ceil(log2 n) steps: member i passes the first parts it has, from i on, to i - 2^b."""
     n = len(ranks)
     return [
         [
@@ -138,165 +144,11 @@ def bruck_all_gather(ranks: Ranks, parts: Sequence[Chunks]) -> Steps:
                 joined(parts[(i + j) % n] for j in range(min(bit, n - bit))),
             )
         ]
-        for bit in _bits(n)
+        for bit in bits(n)
     ]
 
 
-# --- trees: edges (parent, child, time) between members --------------------------------------------
-
-Edges = Sequence[tuple[int, int, int]]
-
-
-def star(n: int) -> Edges:
-    return [(0, child, 0) for child in range(1, n)]
-
-
-def chain(n: int) -> Edges:
-    return [(child - 1, child, child - 1) for child in range(1, n)]
-
-
-def binary_tree(n: int) -> Edges:
-    """Heap order: the children of i are 2i + 1 and 2i + 2; floor(log2 n) levels."""
-    return [((child - 1) // 2, child, (child + 1).bit_length() - 2) for child in range(1, n)]
-
-
-def binomial_tree(n: int) -> Edges:
-    """At time t every member below 2^t sends to the one 2^t further on; ceil(log2 n) times."""
-    return [(child ^ 1 << (t := child.bit_length() - 1), child, t) for child in range(1, n)]
-
-
-def in_order_tree(n: int) -> Edges:
-    """A binary tree whose interior members are odd: an in-order walk meets 0, 1, 2, ..., so that
-    every left subtree has 2^k - 1 members and every leaf is even.
-
-            3
-          1   5           floor(log2 n) levels; the root has only a left child when n is a power of two
-         0 2 4 6
-    """
-    edges: list[tuple[int, int, int]] = []
-
-    def grow(low: int, size: int, depth: int) -> int:
-        root = low + (1 << size.bit_length() - 1) - 1
-        for start, count in ((low, root - low), (root + 1, low + size - root - 1)):
-            if count:
-                edges.append((root, grow(start, count, depth + 1), depth))
-        return root
-
-    grow(0, n, 0)
-    return edges
-
-
-def twin_trees(n: int) -> tuple[Edges, Edges]:
-    """Two trees such that every member is interior in at most one (Sanders, Speck, Träff 2009).
-
-    The second is the first with members renamed so that odd becomes even: reversed when n is even,
-    shifted by one when n is odd.
-    """
-    first = in_order_tree(n)
-    if n % 2:
-        return first, [((a + 1) % n, (b + 1) % n, time) for a, b, time in first]
-    return first, [(n - 1 - a, n - 1 - b, time) for a, b, time in first]
-
-
-def spread(ranks: Ranks, chunks: Chunks, edges: Edges) -> Steps:
-    """The chunks from the root down the tree."""
-    steps: Steps = [[] for _ in range(_height(edges))]
-    for parent, child, time in edges:
-        steps[time] += move(ranks[parent], ranks[child], chunks)
-    return steps
-
-
-def tree_all_gather(ranks: Ranks, parts: Sequence[Chunks], edges: Edges) -> Steps:
-    """Up the tree what each subtree owns, down the tree what it lacks."""
-    height = _height(edges)
-    below = {i: {i} for i in range(len(ranks))}
-    steps: Steps = [[] for _ in range(2 * height)]
-    for parent, child, time in sorted(edges, key=lambda edge: -edge[2]):
-        below[parent] |= below[child]
-        owned = [parts[i] for i in sorted(below[child])]
-        steps[height - 1 - time] += move(ranks[child], ranks[parent], joined(owned))
-    for parent, child, time in edges:
-        lacking = [part for i, part in enumerate(parts) if i not in below[child]]
-        steps[height + time] += move(ranks[parent], ranks[child], joined(lacking))
-    return steps
-
-
-def twin_broadcast(ranks: Ranks, chunks: Chunks) -> Steps:
-    """Member 0 sends one half of the chunks into each of two trees over the others."""
-    others = ranks[1:]
-    tracks = []
-    for half, edges in zip(split(chunks, 2), twin_trees(len(others)), strict=True):
-        root = others[_root(edges)] if others else ranks[0]
-        tracks.append([move(ranks[0], root, half)] + spread(others, half, edges) if others else [])
-    return together(*tracks)
-
-
-def twin_all_reduce(ranks: Ranks, chunks: Chunks) -> Steps:
-    """One half of the chunks up and down each tree."""
-    halves = zip(split(chunks, 2), twin_trees(len(ranks)), strict=True)
-    down = [spread(ranks, half, edges) for half, edges in halves]
-    return together(*(mirror(track) + track for track in down))
-
-
-def twin_all_gather(ranks: Ranks, parts: Sequence[Chunks]) -> Steps:
-    """One half of every part up and down each tree."""
-    halves = [split(part, 2) for part in parts]
-    return together(
-        *(
-            tree_all_gather(ranks, [half[i] for half in halves], edges)
-            for i, edges in enumerate(twin_trees(len(ranks)))
-        )
-    )
-
-
-# --- broadcast by scatter and all_gather -----------------------------------------------------------
-
-
-def scatter(ranks: Ranks, parts: Sequence[Chunks]) -> Steps:
-    """Binomial: whoever holds parts [low, high) passes the upper half on."""
-    steps: Steps = [[] for _ in _bits(len(ranks))]
-
-    def halve(low: int, high: int, time: int) -> None:
-        if high - low > 1:
-            middle = low + (1 << (high - low - 1).bit_length() - 1)
-            steps[time] += move(ranks[low], ranks[middle], joined(parts[middle:high]))
-            halve(low, middle, time + 1)
-            halve(middle, high, time + 1)
-
-    halve(0, len(ranks), 0)
-    return steps
-
-
-def without_repeats(steps: Steps, root: int, chunks: Chunks) -> Steps:
-    """Without the copies of what the target already holds."""
-    held = {(root, chunk) for chunk in chunks}
-    kept: Steps = []
-    for step in steps:
-        kept.append([t for t in step if (t.target, t.chunk) not in held])
-        held |= {(t.target, t.chunk) for t in step}
-    return kept
-
-
-def direct_broadcast(ranks: Ranks, chunks: Chunks) -> Steps:
-    """Member 0 sends each member its part, each member passes its part to the others."""
-    parts = split(chunks, len(ranks))
-    first = [
-        [
-            t
-            for rank, part in zip(ranks[1:], parts[1:], strict=True)
-            for t in move(ranks[0], rank, part)
-        ]
-    ]
-    return without_repeats(first + direct_all_gather(ranks, parts), ranks[0], chunks)
-
-
-def doubling_broadcast(ranks: Ranks, chunks: Chunks) -> Steps:
-    parts = split(chunks, len(ranks))
-    steps = scatter(ranks, parts) + doubling_all_gather(ranks, parts)
-    return without_repeats(steps, ranks[0], chunks)
-
-
-# --- all_reduce that is no pair of the above -------------------------------------------------------
+# --- all_reduce -----------------------------------------------------------------------------------
 
 
 def exchange(ranks: Ranks, chunks: Chunks) -> Steps:
@@ -309,20 +161,16 @@ def doubling_all_reduce(ranks: Ranks, chunks: Chunks) -> Steps:
     core, fold = _fold(ranks, chunks)
     steps = [
         [Transfer(rank, core[i ^ bit], c, "add") for i, rank in enumerate(core) for c in chunks]
-        for bit in _bits(len(core))
+        for bit in bits(len(core))
     ]
-    return fold + steps + mirror_copies(fold)
+    return fold + steps + turned(fold)
 
 
 def rabenseifner(ranks: Ranks, chunks: Chunks) -> Steps:
     """Recursive halving, then recursive doubling, on the largest power of two of the members."""
     core, fold = _fold(ranks, chunks)
     gather = doubling_all_gather(core, split(chunks, len(core)))
-    return fold + mirror(gather) + gather + mirror_copies(fold)
-
-
-def mirror_copies(fold: Steps) -> Steps:
-    return [[Transfer(t.target, t.source, t.chunk, "copy") for t in step] for step in fold]
+    return fold + mirror(gather) + gather + turned(fold)
 
 
 def _fold(ranks: Ranks, chunks: Chunks) -> tuple[list[int], Steps]:
@@ -334,31 +182,7 @@ def _fold(ranks: Ranks, chunks: Chunks) -> tuple[list[int], Steps]:
     return [ranks[c] for c in core], [given]
 
 
-def _core(n: int) -> tuple[list[int], dict[int, int]]:
-    """A power of two of n members, and {odd: even} of the pairs that were folded to reach it."""
-    extra = n - (1 << n.bit_length() - 1)
-    folded = {2 * i + 1: 2 * i for i in range(extra)}
-    return [*folded, *range(2 * extra, n)], folded
-
-
-def _bits(n: int) -> list[int]:
-    """1, 2, 4, ... below n."""
-    return [1 << b for b in range((n - 1).bit_length())]
-
-
-def _height(edges: Edges) -> int:
-    return max((time + 1 for _, _, time in edges), default=0)
-
-
-def _root(edges: Edges) -> int:
-    """The member that is nobody's child; 0 for a tree of one."""
-    children = {child for _, child, _ in edges}
-    return next((parent for parent, _, _ in edges if parent not in children), 0)
-
-
-# --- all_to_all: blocks[i][j] from member i to member j --------------------------------------------
-
-Blocks = Sequence[Sequence[Chunks]]
+# --- all_to_all: blocks[i][j] from member i to member j -------------------------------------------
 
 
 def direct_all_to_all(ranks: Ranks, blocks: Blocks) -> Steps:
@@ -380,7 +204,7 @@ def pairwise_all_to_all(ranks: Ranks, blocks: Blocks) -> Steps:
 
 
 def bruck_all_to_all(ranks: Ranks, blocks: Blocks) -> Steps:
-    """ceil(log2 n) steps: a block that must travel d members moves 2^b of them at step b, if d has bit b."""
+    """ceil(log2 n) steps: a block with d members to go moves 2^b on at step b, if d has bit b."""
     n = len(ranks)
     return [
         [
@@ -394,5 +218,20 @@ def bruck_all_to_all(ranks: Ranks, blocks: Blocks) -> Steps:
                 blocks[i][(i + way) % n],
             )
         ]
-        for bit in _bits(n)
+        for bit in bits(n)
     ]
+
+
+# --- powers of two --------------------------------------------------------------------------------
+
+
+def _core(n: int) -> tuple[list[int], dict[int, int]]:
+    """A power of two of n members, and {odd: even} of the pairs that were folded to reach it."""
+    extra = n - (1 << n.bit_length() - 1)
+    folded = {2 * i + 1: 2 * i for i in range(extra)}
+    return [*folded, *range(2 * extra, n)], folded
+
+
+def bits(n: int) -> list[int]:
+    """1, 2, 4, ... below n."""
+    return [1 << b for b in range((n - 1).bit_length())]

@@ -4,16 +4,18 @@
                                  1 -> 2  chunk 0  add      which adds it to its own
                                  ...
 
-The buffer is cut into `chunks`. A `Transfer` moves one chunk from one rank to another, where it replaces
-(`copy`) or is added to (`add`) what lies there. All transfers of a step read what their sources held
-before the step. Additions into one chunk in one step are one sum: the operands, the target's own among
-them, in ascending order of rank, added in fp32 and rounded once to the dtype on the wire.
+The buffer is cut into `chunks`. A `Transfer` moves one chunk from one rank to another, where it
+replaces (`copy`) or is added to (`add`) what lies there. All transfers of a step read what their
+sources held before the step. Additions into one chunk in one step are one sum: the operands, the
+target's own among them, in ascending order of rank, added in fp32 and rounded once to the dtype on
+the wire.
 
-Steps are each rank's order of issue, not barriers: a transfer may start as soon as what it reads is there.
-That is how pieces pipeline: in `ring[4]/2` the second piece of a chunk is on the wire while the first is added.
+Steps are each rank's order of issue, not barriers: a transfer may start as soon as what it reads is
+there. That is how pieces pipeline: in `ring[4]/2` the second piece of a chunk is on the wire while
+the first is added.
 
-Everything else is a reader of this data: proof (check.py), bytes (ledger.py), execution (run.py), price and
-simulation (plait.cost, plait.simulate).
+Everything else is a reader of this data: proof (check.py), bytes (ledger.py), execution (run.py),
+price and simulation (plait.cost, plait.simulate).
 
 Spelling:  [collective] algorithm[ranks]/pieces@root, the collective all_reduce unless said:
 
@@ -96,8 +98,9 @@ class Spec:
         match = _SPELLING.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} does not spell a schedule; it reads [collective] algorithm[ranks]/pieces@root, "
-                "for example ring[8]/4, broadcast tree[6]@2 or hierarchical[2x8: ring, tree]"
+                f"{text!r} does not spell a schedule; one reads "
+                "[collective] algorithm[ranks]/pieces@root, for example ring[8]/4, "
+                "broadcast tree[6]@2 or hierarchical[2x8: ring, tree]"
             )
         inner = tuple(word.strip() for word in (match["inner"] or "").split(",") if word.strip())
         return Spec(
@@ -131,6 +134,13 @@ class Schedule:
     def __str__(self) -> str:
         return self.spelling
 
+    def __hash__(self) -> int:  # of all steps once, not at every look-up
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.collective, self.n, self.chunks, self.root, self.spec, self.steps))
+
     @cached_property
     def messages(self) -> tuple[tuple[Message, ...], ...]:
         """Per step, its messages by source, target and op."""
@@ -140,7 +150,7 @@ class Schedule:
         return ((i, transfer) for i, step in enumerate(self.steps) for transfer in step)
 
     def owner(self, chunk: int) -> int:
-        """The rank that contributes the chunk (all_gather, all_to_all, broadcast) or keeps its sum."""
+        """The rank that contributes the chunk, or that keeps its sum (reduce, reduce_scatter)."""
         if self.collective in ("broadcast", "reduce"):
             return self.root
         blocks = self.n * self.n if self.collective == "all_to_all" else self.n
@@ -164,18 +174,21 @@ class Schedule:
     def chunk_sizes(self, total: int, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
         """The size of every chunk of a buffer of `total` units (bytes or elements).
 
-        `total` is the whole vector; for all_to_all one rank's send buffer. `sizes`: the part of each
-        rank in an uneven reduce_scatter or all_gather, which sum to `total`; of each destination in all_to_all.
+        `total` is the whole vector; for all_to_all, what one rank sends, its own block included.
+        `sizes`: the part of each rank in an uneven reduce_scatter or all_gather, in place of an
+        even one of `total`; in all_to_all the block of each (source, destination), row by row.
         """
         if self.collective in ("all_reduce", "broadcast", "reduce"):
             return balanced(total, self.chunks)
-        parts = balanced(total, self.n) if sizes is None else tuple(sizes)
-        if len(parts) != self.n or sum(parts) != total or min(parts) < 0:
-            raise ScheduleError(f"{self}: sizes {parts} are not {self.n} parts of {total}")
-        if self.collective == "all_to_all":
-            parts = parts * self.n
-        pieces = self.chunks // len(parts)
-        return tuple(piece for part in parts for piece in balanced(part, pieces))
+        exchanged = self.collective == "all_to_all"
+        if sizes is None:
+            parts = balanced(total, self.n) * (self.n if exchanged else 1)
+        else:
+            parts = tuple(sizes)
+        count = self.n * self.n if exchanged else self.n
+        if len(parts) != count or min(parts) < 0:
+            raise ScheduleError(f"{self}: needs {count} sizes, none below 0, and got {parts}")
+        return tuple(piece for part in parts for piece in balanced(part, self.chunks // count))
 
 
 def balanced(total: int, parts: int) -> tuple[int, ...]:
