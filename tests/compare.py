@@ -9,6 +9,7 @@ zero by mathematics, cannot hide a factor of N there.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.cases.case import Setup
+from tests.cases.case import Case, Setup
 
 TOLERANCES = {  # rtol, atol
     torch.float32: (1e-4, 1e-5),
@@ -36,12 +37,14 @@ class Run:
     loss: Tensor
     gradients: dict[str, Tensor | None]
     inputs: list[Tensor | None]  # the gradients of the inputs that ask for one
+    buffers: dict[str, Tensor]  # after the call
 
 
 def execute(
     call: Callable[..., Any],
     setup: Setup,
     gradients: Callable[[], Mapping[str, Tensor | None]] | None = None,
+    buffers: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Run:
     """Forward, loss, backward; `gradients` reads them by name (default: no backward)."""
     args, kwargs = setup.inputs()
@@ -50,16 +53,21 @@ def execute(
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     asked = [x for x in leaves if x.requires_grad]
     if gradients is None:
-        return Run(_detached(out), loss.detach(), {}, [])
+        return Run(_detached(out), loss.detach(), {}, [], dict(buffers()))
     loss.backward()
-    return Run(_detached(out), loss.detach(), dict(gradients()), [x.grad for x in asked])
+    grads = dict(gradients())
+    return Run(_detached(out), loss.detach(), grads, [x.grad for x in asked], dict(buffers()))
 
 
 def plain(setup: Setup, train: bool = True) -> Run:
-    """The unsharded module, in one process."""
-    module = setup.model
-    module.zero_grad(set_to_none=True)
-    return execute(module, setup, (lambda: gradients(module)) if train else None)
+    """A copy of the unsharded module, in one process."""
+    module = copy.deepcopy(setup.model)
+    return execute(
+        module,
+        setup,
+        (lambda: gradients(module)) if train else None,
+        lambda: dict(module.named_buffers()),
+    )
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
@@ -112,14 +120,20 @@ def _tensors(got: Any, want: Tensor, where: str, close: Close) -> list[str]:
 Close = Callable[[Tensor, Tensor, str], list[str]]
 
 
-def within(rtol: float | None = None, atol: float | None = None) -> Close:
-    """Values equal up to a tolerance, by default the one of the dtype; others bit for bit."""
+def within(
+    rtol: float | None = None, atol: float | None = None, dtype: torch.dtype | None = None
+) -> Close:
+    """Values equal up to a tolerance, by default the one of their dtype; others bit for bit.
+
+    `dtype`: of the model. A float64 value made of float32 ones is no better than those.
+    """
 
     def close(got: Tensor, want: Tensor, where: str) -> list[str]:
         if not want.is_floating_point() or (rtol == 0 and atol == 0):
             return _bits(got, want, where)
-        default = TOLERANCES[want.dtype]
-        r, a = default[0] if rtol is None else rtol, default[1] if atol is None else atol
+        own = [TOLERANCES[d] for d in (want.dtype, dtype or want.dtype)]
+        r = max(default[0] for default in own) if rtol is None else rtol
+        a = max(default[1] for default in own) if atol is None else atol
         return _beyond(got, want, a + r * want.double().abs(), where)
 
     return close
@@ -161,6 +175,15 @@ def _bits(got: Tensor, want: Tensor, where: str) -> list[str]:
 EXACT = within(0, 0)
 
 
+def reference(case: Case, setup: Setup, dtype: torch.dtype) -> tuple[Run, Close]:
+    """What one process gives, and how near to it another run must come."""
+    want = plain(setup, case.training)
+    if dtype in (torch.float32, torch.float64):
+        return want, within(dtype=dtype)
+    exact = plain(setup.to(torch.float64), case.training)  # of the same rounded values
+    return want, as_good_as(vars(want), vars(exact))
+
+
 def as_good_as(own: Any, exact: Any, times: float = 3.0) -> Close:
     """For short dtypes: as near to the float64 result as one process comes, times a factor.
 
@@ -181,6 +204,18 @@ def as_good_as(own: Any, exact: Any, times: float = 3.0) -> Close:
 
 def _leaves(tree: Any) -> list[Any]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def discrepancies(got: Run, want: Run, close: Close | None = None) -> list[str]:
+    """Everything in which two runs differ."""
+    pairs = [
+        ("out", got.out, want.out),
+        ("loss", got.loss, want.loss),
+        ("gradients", got.gradients, want.gradients),
+        ("input gradients", got.inputs, want.inputs),
+        ("buffers", got.buffers, want.buffers),
+    ]
+    return [line for name, a, b in pairs for line in differences(a, b, name, close)]
 
 
 def demand(*groups: Sequence[str], about: str = "") -> None:

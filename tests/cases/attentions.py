@@ -129,7 +129,7 @@ def merged_batch_and_heads() -> Setup:
 
 
 @case("tp2 tp3 tp4")
-def weights_ofthree_dims() -> Setup:
+def weights_of_three_dims() -> Setup:
     """Flax: q, k, v are [i, h, d] and o is [h, d, i], by einsum."""
 
     def run(s: Net, x: Tensor) -> Tensor:
@@ -207,7 +207,11 @@ def torch_encoder_layer() -> Setup:
 def torch_transformer() -> Setup:
     model = nn.Transformer(12, 6, 1, 1, 10, 0.0, batch_first=True)
     causal = nn.Transformer.generate_square_subsequent_mask(3)
-    return Setup(model, (torch.randn(2, 5, 12), torch.randn(2, 3, 12)), {"tgt_mask": causal})
+    return Setup(
+        model,
+        (torch.randn(2, 5, 12), torch.randn(2, 3, 12)),
+        {"tgt_mask": causal, "tgt_is_causal": True},
+    )
 
 
 @case("tp2 tp3", flat=("k.bias",))

@@ -7,6 +7,7 @@ loss is never constant after a norm; sizes are odd where the kind of fault allow
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,8 @@ class Setup:
             return _like(x, x.detach().to(dtype)) if x.is_floating_point() else x
 
         args, kwargs = pytree.tree_map_only(Tensor, cast, (self.args, self.kwargs))
-        return replace(self, model=self.model.to(dtype), args=args, kwargs=kwargs)
+        model = copy.deepcopy(self.model).to(dtype)
+        return replace(self, model=model, args=args, kwargs=kwargs)
 
 
 def _fresh(x: Tensor) -> Tensor:

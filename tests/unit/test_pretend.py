@@ -1,0 +1,85 @@
+"""Every case cut into pretend ranks in this process: outputs and gradients on each of them.
+
+In float64, where a fault of any size shows. `FREE` splits whatever can be split; the dice choose
+among all legal layouts, so that every move and its dual meet every operator.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.errors import PlaitError
+from tests import pretend
+from tests.cases import CASES, Case
+from tests.compare import demand, discrepancies, reference
+
+TENSOR_PARALLEL = [c for c in CASES.values() if c.exact]
+SIZES = (2, 3, 5)
+SEEDS = 3  # dice a case in the full matrix
+
+
+def sizes(case: Case) -> list[int]:
+    """Two rank counts a case in every run: one it names, and one that seldom divides."""
+    named = [m.tp for m in case.meshes if not m.pipeline and m.tp <= 8]
+    return sorted({named[-1] if named else 2, 3})
+
+
+GRID = [
+    pytest.param(c, n, id=f"{c.id}-{n}", marks=() if n in sizes(c) else pytest.mark.full)
+    for c in TENSOR_PARALLEL
+    for n in sorted({*SIZES, *sizes(c)})
+]
+
+
+def prove(case: Case, prices: pretend.Prices, n: int) -> pretend.Divided:
+    dtype = case.dtypes[-1]
+    setup = case.setup(dtype)
+    try:
+        program = pretend.trace(setup, case.training)
+    except PlaitError as error:
+        if case.right == "R2":
+            pytest.skip(f"refused: {error}")
+        raise
+    divided = pretend.divide(program, n, prices)
+    want, close = reference(case, setup, dtype)
+    for rank, got in enumerate(pretend.run(divided, setup, case.training)):
+        lines = discrepancies(got, want, close)
+        demand(lines, about=f"{case.id}, rank {rank} of {n}, {dtype}\n{divided.plan()}\n")
+    return divided
+
+
+@pytest.mark.parametrize(("case", "n"), GRID)
+def test_split_as_far_as_it_goes(case: Case, n: int) -> None:
+    divided = prove(case, pretend.Free(n), n)
+    assert divided.split or not case.splits, f"nothing is split\n{divided.plan()}"
+
+
+@pytest.mark.parametrize(
+    ("case", "n", "seed"),
+    [
+        pytest.param(
+            c, n, s, id=f"{c.id}-{n}-{s}", marks=() if (n, s) == (2, i % 3) else pytest.mark.full
+        )
+        for i, c in enumerate(TENSOR_PARALLEL)
+        for n in (2, 3)
+        for s in range(SEEDS)
+    ],
+)
+def test_layouts_by_dice(case: Case, n: int, seed: int) -> None:
+    prove(case, pretend.Dice(n, seed), n)
+
+
+def test_a_wrong_dual_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness can fail: a sum left out of the backward shows as a gradient."""
+    from plait.passes import pretend as runner
+
+    case = CASES["b01_bias_after_the_sum"]
+    right = runner.together
+
+    def wrong(step: object, xs: list[torch.Tensor], cut: object) -> object:
+        return list(xs) if getattr(step, "action", "") == "all_reduce" else right(step, xs, cut)
+
+    monkeypatch.setattr(runner, "together", wrong)
+    with pytest.raises(AssertionError, match="values differ"):
+        prove(case, pretend.Free(2), 2)
