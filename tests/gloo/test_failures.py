@@ -6,7 +6,6 @@ writes, and the times that count are taken on the survivor.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -339,9 +338,13 @@ def test_who_does_not_come_is_named(stay: bool) -> None:
 
 def own_error(group: Any) -> str:
     """All ranks fail alike: each keeps its own error, which has the better traceback."""
-    with Watch(group) as watch, pytest.raises(TypeError) as caught, watch.guard("forward"):
+
+    def fault() -> None:
         dist.barrier(group)
         raise TypeError("a fault of the model")
+
+    with Watch(group) as watch, pytest.raises(TypeError) as caught, watch.guard("forward"):
+        fault()
     return str(caught.value)
 
 
