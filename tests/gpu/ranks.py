@@ -38,6 +38,14 @@ def run_ranks(ranks: int, nbytes: int, job: Callable[..., None], *args: Any) -> 
         )
 
 
+def _interpret_in_place() -> None:
+    """The interpreter ends by copying each argument's whole storage onto itself, which for an arena
+    in shared memory undoes what a peer wrote meanwhile; on the host there is nothing to copy back."""
+    from triton.runtime import interpreter
+
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
+
+
 def _main(
     rank: int, ranks: int, nbytes: int, folder: str, barrier: Any, job: Any, args: Any
 ) -> None:
@@ -45,6 +53,7 @@ def _main(
 
     torch.set_num_threads(1)
     if not CUDA:
+        _interpret_in_place()
         arenas = [
             torch.from_file(f"{folder}/arena{r}", shared=True, size=nbytes, dtype=torch.uint8)
             for r in range(ranks)

@@ -111,7 +111,10 @@ def all_gather(rows: Rows, ready: Channel, done: Channel) -> None:
 def all_reduce(
     terms: Terms, out: Rows, collected: Channel, gathered: Channel, lane: Lane | None = None
 ) -> None:
-    """Sum the terms of all ranks into `out` on all of them, on the current stream."""
+    """Sum the terms of all ranks into `out` on all of them, on the current stream.
+
+    `out` is read by the peers until the next sum of the same terms has been collected.
+    """
     from plait.runtime.kernels.norm import sum_norm
 
     lane = lane or Lane.current(out.own.device)
