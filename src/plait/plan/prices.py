@@ -15,17 +15,21 @@ from math import prod
 
 import torch
 
-from plait.passes.moves import COLLECTIVES
-from plait.plan.problem import Choice, Key
+from plait.rules.moves import COLLECTIVES
+from plait.plan.problem import Choice, Key, Problem
 from plait.rules.describe import Operand
 from plait.rules.equation import Dims
 from plait.rules.layout import Strategy
 
 Collective = Callable[[str, float], float]  # (kind, bytes) -> seconds
 
-# A whole weight costs as much as reading it this many times. Chosen so that a router of a few rows
-# stays whole (its reduction would cost more than its bytes) and every projection is split.
+# A small whole weight costs as much as reading it this many times, so that a router of a few rows
+# stays whole where its reduction would cost more than its bytes.
 WHOLE_WEIGHT_READS = 100.0
+# A matrix of at least this part of the largest weight is split if it can be: leaving it whole costs
+# this many times the dearest reduction of the program.
+LARGE_WEIGHT = 0.01
+LARGE_WEIGHT_REDUCTIONS = 10.0
 # A local move (slice, pad, mask) is not free: ties go to the plan with fewer moves.
 LOCAL_MOVE = 1e-7
 
@@ -45,6 +49,16 @@ class CostPrices:
     rates: Rates
     collective: Collective
     n: int
+    largest_weight: float = 0.0  # bytes
+    largest_value: float = 0.0  # bytes
+
+    @classmethod
+    def of(cls, problem: Problem, rates: Rates, collective: Collective) -> CostPrices:
+        weights, values = [0.0], [0.0]
+        for choice in problem.choices.values():
+            sizes = [_bytes(d, t) for d, t in zip(choice.results, choice.dtypes, strict=True)]
+            (weights if choice.weight else values).extend(sizes)
+        return cls(rates, collective, problem.n, max(weights), max(values))
 
     def node(self, choice: Choice, index: int) -> float:
         strategy = choice.strategies[index]
@@ -58,7 +72,13 @@ class CostPrices:
     def _weight(self, choice: Choice, strategy: Strategy) -> float:
         nbytes = _bytes(choice.results[0], choice.dtypes[0])
         if strategy.split is None:
-            return WHOLE_WEIGHT_READS * nbytes / self.rates.bandwidth * (1 - 1 / self.n)
+            if len(choice.strategies) == 1:
+                return 0.0
+            reads = WHOLE_WEIGHT_READS * nbytes / self.rates.bandwidth * (1 - 1 / self.n)
+            if len(choice.results[0]) < 2 or nbytes < LARGE_WEIGHT * self.largest_weight:
+                return reads
+            dearest = self.collective("all_reduce", self.largest_value)
+            return max(reads, LARGE_WEIGHT_REDUCTIONS * dearest)
         dim = strategy.split.dim(choice.results[0])
         assert dim is not None
         held = max(strategy.split.size(choice.results[0][dim], r) for r in range(self.n))

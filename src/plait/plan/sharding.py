@@ -142,7 +142,7 @@ class _Builder:
             constraints=LinearConstraint(matrix, lo, hi),
             integrality=self.integral,
             bounds=Bounds(0, self.upper),
-            options={"time_limit": time_limit, "mip_rel_gap": 1e-4},
+            options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
         )
         if found.x is None:
             raise PlanError(f"no plan was found in {time_limit:.0f} s: {found.message}")

@@ -85,15 +85,29 @@ def along(dim: str, default: int, kind: str) -> Rule:
 def matmul(d: Describer, node: fx.Node) -> Access:
     """`B m i, B i n -> B m n`, B broadcast; vectors lose m or n."""
     bound = bind(node)
+    _, other = [name for name, value in bound.items() if is_tensor(value)]  # mm: mat2, mv: vec
     left = len(d.operand(bound["self"]).dims)
-    right = len(d.operand(bound["other"]).dims)
+    right = len(d.operand(bound[other]).dims)
     a = {1: "i", 2: "m i"}.get(left, "* m i")
     b = {1: "i", 2: "i n"}.get(right, "* i n")
     out = " ".join(
         ["*"] * (max(left, right) > 2) + ["m"] * (left > 1) + ["n"] * (right > 1)
     )
-    text = f"self[{a}] other[{b}] -> [{out}]"
-    return Equation(text, sum="i", carry="self | other")(d, node)
+    text = f"self[{a}] {other}[{b}] -> [{out}]"
+    return Equation(text, sum="i", carry=f"self | {other}")(d, node)
+
+
+def added_matmul(out: str, factors: str) -> Rule:
+    """`addmm`, `baddbmm`: a product and a term that broadcasts against it from the right."""
+
+    def rule(d: Describer, node: fx.Node) -> Access:
+        rank = len(d.operand(bind(node)["self"]).dims)
+        term = " ".join(out.split()[len(out.split()) - rank :])
+        first = factors.split("[")[0]
+        text = f"self[{term}] {factors} -> [{out}]"
+        return Equation(text, sum="i", added="self", carry=first)(d, node)
+
+    return rule
 
 
 def attention(d: Describer, node: fx.Node) -> Access:
@@ -361,8 +375,8 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     # matrix products
     ("linear",               Equation("input[* i] weight[o i] bias[o] -> [* o]", sum="i", added="bias", carry="input")),
     ("mm bmm matmul mv dot", matmul),
-    ("addmm.default",        Equation("self[* *] mat1[t i] mat2[i o] -> [t o]".replace("* *", "*"), sum="i", added="self", carry="mat1")),
-    ("baddbmm.default",      Equation("self[*] batch1[b m i] batch2[b i n] -> [b m n]", sum="i", added="self", carry="batch1")),
+    ("addmm.default",        added_matmul("t o", "mat1[t i] mat2[i o]")),
+    ("baddbmm.default",      added_matmul("b m n", "batch1[b m i] batch2[b i n]")),
     ("convolution conv1d.default conv2d.default conv3d.default", convolution),
     # lookups
     ("embedding.default",    embedding),

@@ -88,6 +88,7 @@ class Describer:
         self.accesses: dict[fx.Node, Access] = {}
         self.conflicts: list[str] = []
         self._primes: dict[sympy.Symbol, int] = {}
+        self._constants: dict[fx.Node, Dims] = {}  # of the node being visited
 
     # -- sizes -----------------------------------------------------------------------------------
 
@@ -124,7 +125,8 @@ class Describer:
     def operand(self, node: fx.Node, added: bool = False) -> Operand:
         """Constants get fresh factors at every use: a table shared by all layers ties nothing."""
         if node.op == "get_attr":
-            return Operand(node, self.fresh_dims(node), added)
+            dims = self._constants.setdefault(node, self.fresh_dims(node))
+            return Operand(node, dims, added)
         return Operand(node, self.dims[node][0], added)
 
     def tie(self, node: fx.Node, f: Factor, g: Factor) -> Conflict | None:
@@ -136,6 +138,7 @@ class Describer:
     # -- the walk --------------------------------------------------------------------------------
 
     def visit(self, node: fx.Node) -> None:
+        self._constants = {}
         if node.op in ("placeholder", "get_attr"):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 self.dims[node] = (self.fresh_dims(node),)

@@ -80,12 +80,12 @@ def split_strategy(access: Access, split: Split, grad: bool) -> Strategy | None:
         return None
     reduced = next(iter(kinds - {"parallel"}), None)
     if reduced is not None:
-        if "parallel" in kinds or (reduced == "max" and grad):
-            return None
-        if not all(split.disjoint(letter.factor) for letter in touched):
+        if "parallel" in kinds or (reduced in ("max", "min") and grad):
             return None
     values = [o.dims for o in access.operands] + list(access.results)
     if not all(split.splittable(dims) for dims in values):
+        return None
+    if reduced is not None and not all(split.disjoint(letter.factor) for letter in touched):
         return None
     if len(split.factors) > 1 and not _whole_run(access, split):
         return None
@@ -107,7 +107,9 @@ def _result(dims: Dims, split: Split, reduced: str | None) -> Layout:
         return shard(split)
     if reduced in ("sum", "select"):
         return PARTIAL
-    return Layout("partial", "max") if reduced == "max" else COPIED
+    if reduced == "stat":  # a loss: computed by every rank from reduced statistics
+        return WHOLE
+    return Layout("partial", reduced) if reduced in ("max", "min") else COPIED
 
 
 def _whole_run(access: Access, split: Split) -> bool:

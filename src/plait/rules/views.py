@@ -134,7 +134,12 @@ def repeat_interleave(d: Describer, node: fx.Node) -> Access:
     result = (*dims[:dim], merged, *dims[dim + 1 :])
     fused = (dims[dim], r) if dims[dim].size > 1 and r.size > 1 else None
     letters = [Letter(f, "parallel") for f in result if f.size > 1]
-    return moved(d, node, result, letters=letters, fused=fused)
+
+    def local(node: fx.Node, split: Split, rank: int) -> Any:
+        alone = split.touches(r) and not split.touches(dims[dim])  # copies split, not what is copied
+        return rebind(node, repeats=split.size(r, rank)) if alone else rebind(node)
+
+    return moved(d, node, result, letters=letters, local=local, fused=fused)
 
 
 # -- order and count of dims -------------------------------------------------------------------

@@ -12,9 +12,9 @@
     shard   -> whole       gather             slice (own)
     shard   -> copied      gather             reduce_scatter (own)
     partial -> shard       reduce_scatter     gather (sum)
-    shard   -> partial     pad (own)          slice
+    shard   -> partial     pad (own)          slice (own)
 
-`mask` keeps the value on the first rank and is zero elsewhere. Where neighbours hold the same row,
+`share` sums rows among their holders (a weight that neighbours hold in part). `mask` keeps the value on the first rank and is zero elsewhere. Where neighbours hold the same row,
 a *value* is read from its owner (own) and a *gradient* is summed over its holders (sum). Every
 backward is the transpose of its forward under the layouts of the gradients (rules/layout.py).
 
@@ -183,6 +183,10 @@ def together(step: Step, xs: Sequence[Tensor], cut: Cut | None) -> list[Tensor]:
     match step.action:
         case "all_reduce":
             return [_reduce(xs, step.op)] * len(xs)
+        case "share":
+            assert cut is not None
+            whole = _reduce([widen(x, cut, rows, rows) for x, rows in zip(xs, cut.rows)], "sum")
+            return [take(whole, cut.dim, rows) for rows in cut.rows]
         case "gather" | "gather_sum":
             assert cut is not None
             keep = cut.own if step.action == "gather" else cut.rows
@@ -208,6 +212,7 @@ _EXTREME: dict[str, Any] = {"max": torch.maximum, "min": torch.minimum}
 
 _COLLECTIVE_OF = {
     "all_reduce": "all_reduce",
+    "share": "all_reduce",
     "gather": "all_gather",
     "gather_sum": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -226,7 +231,7 @@ _MOVES: dict[tuple[str, str], tuple[str, str]] = {
     ("shard", "whole"): ("gather", "slice_own"),
     ("shard", "copied"): ("gather", "reduce_scatter_own"),
     ("partial", "shard"): ("reduce_scatter", "gather_sum"),
-    ("shard", "partial"): ("pad_own", "slice"),
+    ("shard", "partial"): ("pad_own", "slice_own"),
 }
 
 
@@ -236,7 +241,8 @@ def _collectives() -> dict[tuple[str, str], tuple[str | None, str | None]]:
     for (a, b), (forward, backward) in _MOVES.items():
         spelled = tuple("partial(sum)" if kind == "partial" else kind for kind in (a, b))
         out[spelled[0], spelled[1]] = (_COLLECTIVE_OF.get(forward), _COLLECTIVE_OF.get(backward))
-    out["partial(max)", "whole"] = out["partial(max)", "copied"] = ("all_reduce", None)
+    for op in ("max", "min"):
+        out[f"partial({op})", "whole"] = out[f"partial({op})", "copied"] = ("all_reduce", None)
     out["shard", "shard"] = ("all_gather", "reduce_scatter")
     return out
 

@@ -1,0 +1,202 @@
+"""Expand: operators whose local form needs more than smaller arguments.
+
+    mean            local mean times its share of the rows             -> partial
+    embedding       foreign ids give zeros                             -> partial
+    repeat          the rank's rows are gathered                       (shares of `(g r)`)
+    softmax         max, then sum, across the ranks
+    layer_norm      two means across the ranks
+    cross_entropy   max, sum of exponentials and the target's logit across the ranks
+    dropout         drawn by global element index
+
+Each is a function (emitter, node, operands) -> the new node; `EXPANSIONS` says when it applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from plait.passes import ops
+from plait.rules.describe import Access, bind
+from plait.rules.equation import Factor
+from plait.rules.layout import COPIED, PARTIAL, WHOLE, Layout, Strategy
+from plait.rules.split import Split
+
+if TYPE_CHECKING:
+    from plait.passes.partition import Emitter
+
+aten = torch.ops.aten
+Expansion = Callable[["Emitter", fx.Node, Access, Strategy, list[fx.Node]], fx.Node]
+
+
+def _split(strategy: Strategy) -> Split:
+    assert strategy.split is not None
+    return strategy.split
+
+
+def mean(e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]) -> fx.Node:
+    split = _split(strategy)
+    share = 1.0
+    for letter in access.letters:
+        if letter.property == "sum" and split.touches(letter.factor):
+            share *= split.size(letter.factor, e.rank) / letter.factor.size
+    return e.call(aten.mul.Tensor, e.copy(node, xs), share)
+
+
+def embedding(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    bound = bind(node)
+    rows = _split(strategy).ranges(access.operands[0].dims[0], e.rank)
+    return e.call(
+        ops.embedding_rows, xs[0], xs[1], bound["padding_idx"], bound["scale_grad_by_freq"], rows
+    )
+
+
+def repeat(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    """The rank's rows of `(g r)`, each from the row of `g` it repeats; one form for all ranks."""
+    split, bound = _split(strategy), bind(node)
+    dims = access.operands[0].dims
+    dim, r = bound["dim"] % len(dims), bound["repeats"]
+    rows = [_repeated(split, dims[dim], access.result[dim], r, k) for k in range(split.ranks)]
+    held = [split.size(dims[dim], k) for k in range(split.ranks)]
+    if all(rows[k] == [i for i in range(held[k]) for _ in range(r)] for k in range(split.ranks)):
+        return e.copy(node, xs)
+    at = e.constant(torch.tensor(rows[e.rank]), "rows")
+    return e.call(aten.index_select.default, xs[0], dim, at)
+
+
+def _repeated(split: Split, g: Factor, merged: Factor, r: int, rank: int) -> list[int]:
+    """For each row of the rank's `(g r)`: the position of its row of `g` among those it holds."""
+    held = [i for lo, hi in split.ranges(g, rank) for i in range(lo, hi)]
+    return [held.index(i // r) for lo, hi in split.ranges(merged, rank) for i in range(lo, hi)]
+
+
+def softmax(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    bound = bind(node)
+    x, dim = xs[0], bound["dim"]
+    dtype = bound.get("dtype")
+    if dtype is not None:
+        x = e.call(aten._to_copy.default, x, dtype=dtype)
+    shifted = e.call(aten.sub.Tensor, x, _across_max(e, node, x, dim))
+    exp = e.call(aten.exp.default, shifted)
+    total = _across_sum(e, node, exp, dim)
+    if "log_softmax" in str(node.target):
+        return e.call(aten.sub.Tensor, shifted, e.call(aten.log.default, total))
+    return e.call(aten.div.Tensor, exp, total)
+
+
+def _across_max(e: Emitter, node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
+    """The maximum over a split dim, without gradient: it only keeps exponentials finite."""
+    top = e.call(aten.amax.default, e.call(aten.detach.default, x), [dim], True)
+    return e.move(top, Layout("partial", "max"), COPIED, (), node, grad=False)
+
+
+def _across_sum(e: Emitter, node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
+    part = e.call(aten.sum.dim_IntList, x, [dim], True)
+    return e.move(part, PARTIAL, COPIED, (), node)
+
+
+def layer_norm(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    """In fp32 where the input is narrower, as the fused operator does."""
+    bound = bind(node)
+    size = float(access.operands[0].dims[-1].size)
+    dtype = node.meta["val"].dtype
+    x = xs[0]
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    if wide != dtype:
+        x = e.call(aten._to_copy.default, x, dtype=wide)
+    mean_ = e.call(aten.div.Tensor, _across_sum(e, node, x, -1), size)
+    centred = e.call(aten.sub.Tensor, x, mean_)
+    square = e.call(aten.mul.Tensor, centred, centred)
+    variance = e.call(aten.div.Tensor, _across_sum(e, node, square, -1), size)
+    scale = e.call(aten.rsqrt.default, e.call(aten.add.Tensor, variance, bound["eps"]))
+    out = e.call(aten.mul.Tensor, centred, scale)
+    rest = iter(xs[1:])
+    for name, op in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
+        if bound.get(name) is not None:
+            out = e.call(op, out, next(rest))
+    return e.call(aten._to_copy.default, out, dtype=dtype) if wide != dtype else out
+
+
+def cross_entropy(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    bound = bind(node)
+    x, target = xs
+    v = access.operands[0].dims[1]
+    rows = _split(strategy).ranges(v, e.rank)
+    top = _across_max(e, node, x, 1)
+    exp = e.call(aten.exp.default, e.call(aten.sub.Tensor, x, top))
+    total = e.move(e.call(aten.sum.dim_IntList, exp, [1], True), PARTIAL, WHOLE, (), node)
+    whole_top = e.call(aten.squeeze.dim, top, 1)
+    lse = e.call(aten.squeeze.dim, e.call(aten.log.default, total), 1)
+    lse = e.call(aten.add.Tensor, lse, whole_top)
+    picked = e.move(e.call(ops.picked_rows, x, target, rows), PARTIAL, WHOLE, (), node)
+    smoothing = bound.get("label_smoothing", 0.0)
+    mean_ = None
+    if smoothing:
+        part = e.call(aten.sum.dim_IntList, x, [1])
+        mean_ = e.move(e.call(aten.div.Tensor, part, float(v.size)), PARTIAL, WHOLE, (), node)
+    options = f"{bound['reduction']} {bound['ignore_index']} {smoothing}"
+    return e.call(ops.nll, lse, picked, mean_, target, options)
+
+
+def dropout(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    bound = bind(node)
+    rows: list[tuple[int, int, Any]] = []
+    if strategy.split is not None:
+        split = strategy.split
+        dim = split.dim(access.result)
+        if dim is not None:
+            f = access.result[dim]
+            rows.append((dim, f.size, split.ranges(f, e.rank)))
+    p = bound["p"]
+    train = bound.get("train")
+    if train is False or p == 0:
+        return xs[0]
+    return e.call(ops.dropout, xs[0], p, e.seed(), e.salt(), tuple(rows))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Operators that draw: also whole ones are drawn by plait, so that all ranks agree."""
+    return node.target in (aten.native_dropout.default, aten.dropout.default)
+
+
+def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | None:
+    """The expansion that a node needs under its strategy, if any."""
+    if is_random(node):
+        return dropout
+    if strategy.split is None:
+        return None
+    split = strategy.split
+    touched = {x.property for x in access.letters if split.touches(x.factor)}
+    if access.fused is not None and split.dim(access.result) is not None:
+        return repeat
+    if "stat" in touched:
+        return STATISTICS[str(node.target).split(".")[1].strip("_")]
+    if "select" in touched:
+        return embedding
+    if "sum" in touched and node.target in (aten.mean.default, aten.mean.dim):
+        return mean
+    return None
+
+
+STATISTICS: dict[str, Expansion] = {
+    "softmax": softmax,
+    "log_softmax": softmax,
+    "layer_norm": layer_norm,
+    "cross_entropy_loss": cross_entropy,
+}
+

@@ -1,0 +1,103 @@
+"""Plait's own operators: what a rank runs where the local form of an ATen operator is not one itself.
+
+They are plain functions of tensors, differentiable by autograd, and stand in partitioned graphs as
+call_function nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plait.rules.equation import Ranges
+
+Rows = tuple[tuple[int, int, Ranges], ...]  # (dim, global size, the rows held) for each cut dim
+
+
+def embedding_rows(
+    weight: Tensor, ids: Tensor, padding_idx: int, scale: bool, rows: Ranges
+) -> Tensor:
+    """`v d, * -> * d` where `weight` holds only `rows` of v: other ids give zeros (a partial sum)."""
+    local, held = local_index(ids, rows)
+    if padding_idx >= 0:
+        at, inside = local_index(torch.tensor(padding_idx), rows)
+        padding_idx = int(at) if bool(inside) else -1
+    out = torch.ops.aten.embedding(weight, local, padding_idx, scale)
+    return out.masked_fill(~held.unsqueeze(-1), 0)
+
+
+def local_index(ids: Tensor, rows: Ranges) -> tuple[Tensor, Tensor]:
+    """Global row numbers -> (number among `rows`, or 0; whether it is one of them)."""
+    local = torch.zeros_like(ids)
+    held = torch.zeros_like(ids, dtype=torch.bool)
+    offset = 0
+    for lo, hi in rows:
+        inside = (ids >= lo) & (ids < hi)
+        local = torch.where(inside, ids - lo + offset, local)
+        held = held | inside
+        offset += hi - lo
+    return local, held
+
+
+def picked_rows(x: Tensor, target: Tensor, rows: Ranges) -> Tensor:
+    """`t v, t -> t`: the element of each row that `target` names, 0 where another rank holds it."""
+    local, held = local_index(target, rows)
+    return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0)
+
+
+def uniform(like: Tensor, seed: Tensor, salt: int, rows: Rows) -> Tensor:
+    """One number in [0, 1) an element, a function of (seed, salt, the element's global index).
+
+    So a value that is whole draws the same numbers on every rank and one that is split draws what
+    the whole one would: the split does not change the model. The mixing is splitmix64's finalizer
+    (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) on 64-bit integers.
+    """
+    index = torch.zeros((), dtype=torch.int64, device=like.device)
+    cut = {dim: (size, ranges) for dim, size, ranges in rows}
+    stride = 1
+    for dim in reversed(range(like.dim())):
+        size, ranges = cut.get(dim, (like.shape[dim], ((0, like.shape[dim]),)))
+        held = torch.cat([torch.arange(lo, hi, device=like.device) for lo, hi in ranges])
+        shape = [1] * like.dim()
+        shape[dim] = -1
+        index = index + held.view(shape) * stride
+        stride *= size
+    bits = _mix(index + _mix(seed.to(like.device) + salt * 0x632BE59BD9B4E019 % 2**63))
+    return ((bits >> 11) & (2**53 - 1)).to(torch.float64) * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = z * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
+    z = (z ^ ((z >> 30) & (2**34 - 1))) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    z = (z ^ ((z >> 27) & (2**37 - 1))) * -7723592293110705685  # 0x94D049BB133111EB
+    return z ^ ((z >> 31) & (2**33 - 1))
+
+
+def dropout(x: Tensor, p: float, seed: Tensor, salt: int, rows: Rows) -> Tensor:
+    """Zero with probability `p`, the rest scaled by 1 / (1 - p); drawn by global element index."""
+    if p >= 1:
+        return x * 0
+    keep = uniform(x.detach(), seed, salt, rows) >= p
+    return x * (keep.to(x.dtype) * (1.0 / (1.0 - p)))
+
+
+def nll(lse: Tensor, picked: Tensor, mean: Tensor | None, target: Tensor, options: str) -> Tensor:
+    """Cross-entropy from log-sum-exp, the target's logit and the mean logit.
+
+    `options`: "reduction ignore_index label_smoothing" as text, so that the graph prints on a line.
+    """
+    reduction, ignored, smoothing = options.split()
+    eps = float(smoothing)
+    valid = target != int(ignored)
+    loss = lse - picked
+    if mean is not None:
+        loss = (1 - eps) * loss + eps * (lse - mean)
+    loss = loss.masked_fill(~valid, 0)
+    match reduction:
+        case "0":
+            return loss
+        case "1":
+            return loss.sum() / valid.sum()
+        case _:
+            return loss.sum()
+
