@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,48 +27,63 @@ QUIET = {
 }
 
 
-def run_ranks(ranks: int, nbytes: int, job: Callable[..., None], *args: Any) -> None:
-    """`job(workspace, device, *args)` on every rank; `job` is a module's function."""
-    os.environ.update(QUIET | {} if CUDA else QUIET | {"TRITON_INTERPRET": "1"})
+def run_ranks(ranks: int, nbytes: int, jobs: Sequence[Callable[..., None]]) -> None:
+    """Each of `jobs` (workspace, device), functions of a module, in turn on every rank."""
+    os.environ.update(QUIET if CUDA else QUIET | {"TRITON_INTERPRET": "1"})
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        for rank in range(ranks):
-            with open(f"{folder}/arena{rank}", "wb") as file:
-                file.truncate(nbytes)
+        barrier = context.Barrier(ranks)
         mp.spawn(  # type: ignore[no-untyped-call]
-            _main, (ranks, nbytes, folder, context.Barrier(ranks), job, args), nprocs=ranks
+            _on_devices if CUDA else _on_host, (ranks, nbytes, folder, barrier, jobs), nprocs=ranks
         )
 
 
-def _interpret_in_place() -> None:
-    """The interpreter ends by copying each argument's whole storage onto itself, which for an arena
-    in shared memory undoes what a peer wrote meanwhile; on the host there is nothing to copy back."""
-    from triton.runtime import interpreter
-
-    interpreter.GridExecutor._restore_args_dev = lambda *_: None
-
-
-def _main(
-    rank: int, ranks: int, nbytes: int, folder: str, barrier: Any, job: Any, args: Any
+def _on_host(
+    rank: int, ranks: int, nbytes: int, folder: str, barrier: Any, jobs: Sequence[Any]
 ) -> None:
     from plait.runtime.symmetric import HostSignals, Workspace
 
     torch.set_num_threads(1)
-    if not CUDA:
-        _interpret_in_place()
+    _interpret_in_place()
+    for i, job in enumerate(jobs):
+        barrier.wait(120)
+        with open(f"{folder}/{i}-{rank}", "wb") as file:
+            file.truncate(nbytes)
+        barrier.wait(120)
         arenas = [
-            torch.from_file(f"{folder}/arena{r}", shared=True, size=nbytes, dtype=torch.uint8)
+            torch.from_file(f"{folder}/{i}-{r}", shared=True, size=nbytes, dtype=torch.uint8)
             for r in range(ranks)
         ]
-        workspace = Workspace(arenas, rank, HostSignals(), lambda: barrier.wait(120))
-        job(workspace, torch.device("cpu"), *args)
-        return
+        job(Workspace(arenas, rank, HostSignals(), partial(barrier.wait, 120)), torch.device("cpu"))
+
+
+def _on_devices(
+    rank: int, ranks: int, nbytes: int, folder: str, _: Any, jobs: Sequence[Any]
+) -> None:
     import torch.distributed as dist
+
+    from plait.runtime.symmetric import Workspace
 
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    job(Workspace.on_group(nbytes, dist.group.WORLD, device), device, *args)
-    torch.cuda.synchronize()
-    dist.barrier()
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    for job in jobs:
+        begin = time.monotonic()
+        job(Workspace.on_group(nbytes, dist.group.WORLD, device), device)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if not rank:
+            print(f"{ranks} ranks, {job.__name__}: {time.monotonic() - begin:.1f} s", flush=True)
     dist.destroy_process_group()
+
+
+def _interpret_in_place() -> None:
+    """Keep the interpreter from copying arguments back.
+
+    It ends by copying each argument's whole storage onto itself, which for an arena in shared
+    memory undoes what a peer wrote meanwhile; on the host there is nothing to copy back.
+    """
+    from triton.runtime import interpreter
+
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None

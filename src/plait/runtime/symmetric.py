@@ -178,7 +178,7 @@ class Workspace:
         self._resets.append(action)
 
     def ready(self) -> None:
-        """Empty every flag and slot, then meet all ranks; before the first use, and after a failure."""
+        """Empty all flags and slots, then meet all ranks: before first use and after a failure."""
         self._barrier()  # nobody still writes
         for action in self._resets:
             action()
@@ -219,10 +219,8 @@ class StreamSignals:
     def drain(self, flags: Sequence[Tensor]) -> None:
         from plait.runtime.memops import batch, wait_equal, write
 
-        addresses = [flag.data_ptr() for flag in flags]
-        batch(
-            [op(a) for a in addresses for op in (lambda a: wait_equal(a, 1), lambda a: write(a, 0))]
-        )
+        pairs = ((wait_equal(flag.data_ptr(), 1), write(flag.data_ptr(), 0)) for flag in flags)
+        batch([operation for pair in pairs for operation in pair])
 
 
 class HostSignals:

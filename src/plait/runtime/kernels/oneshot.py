@@ -59,7 +59,7 @@ def missing(words):
     return tl.max((words == -1).to(tl.int32), axis=0) != 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "next_bytes"])
 def one_shot_kernel(
     x,
     residual,

@@ -1,0 +1,366 @@
+"""Kernels and transports one by one, in CUDA graphs, the slower rank.
+
+    torchrun --nproc-per-node 2 bench/kernels.py --out kernels.json --sections norm oneshot ...
+
+    norm       residual + norm, and sum of two + residual + norm, against the measured copy bandwidth
+    oneshot    all-reduce + residual + norm of few rows, 100 in a chain, against its parts
+    signals    put and wait there and back, by stream and by kernel
+    copies     pulls and pushes by the copy engine
+    reduce     all-reduces of large tensors: two-shot kernel, copy engine, torch's two-shot, NCCL
+    matmul     the four matmuls of a layer by number of rows
+    decode     layers without attention at few rows: norm alone, fused one-shot, next weights prefetched
+    row        one row-parallel matmul with its all-reduce, in chunks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "src")]
+
+from stack import EPS, KIND, Shape, layers_of, swiglu
+from timing import capture, chain, interleaved, start
+
+from plait.runtime.copy_engine import Lane, Terms, all_reduce
+from plait.runtime.kernels.norm import sum_norm
+from plait.runtime.kernels.oneshot import OneShot
+from plait.runtime.kernels.twoshot import TwoShot
+from plait.runtime.pieces import Ring
+from plait.runtime.symmetric import KernelSignals, Rows, StreamSignals, Workspace
+
+BF16 = torch.bfloat16
+H = 8192
+Table = dict[str, Any]
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def norm(device: torch.device) -> Table:
+    table: Table = {}
+    a, b = (torch.randn(2**28, device=device).to(BF16) for _ in range(2))
+    us = chain(lambda i: b.copy_(a), 4)
+    bandwidth = 4 * a.numel() / us * 1e-3
+    table["copy GB/s"] = bandwidth
+    del a, b
+    weight = torch.ones(H, device=device, dtype=BF16)
+    for rows in (1, 128, 512, 1024, 4096, 8192):
+        sets = max(1, min(6, 2**30 // (rows * H * 2 * 5)))
+        made = [[torch.randn(rows, H, device=device).to(BF16) for _ in range(5)] for _ in range(sets)]
+        for sources in (1, 2):
+            def step(i: int, n: int = sources, m: Any = made) -> None:
+                x, y, old, residual, out = m[i % len(m)]
+                sum_norm([x, y][:n], old, weight, eps=EPS, kind=KIND, residual_out=residual, rows_out=out)
+
+            us = chain(step, 24)
+            floor = (sources + 3) * rows * H * 2 / bandwidth * 1e-3
+            table[f"{rows} rows, {sources} sources"] = {"us": us, "floor": floor, "share": floor / us}
+    return table
+
+
+def oneshot(device: torch.device) -> Table:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    table: Table = {}
+    workspace = Workspace.on_group(64 << 20, group(), device)
+    shot = OneShot(workspace, 128, H, BF16)
+    workspace.ready()
+    weight = torch.ones(H, device=device, dtype=BF16)
+    if dist.get_backend() != "gloo":
+        shared = symm_mem.empty((128, H), dtype=BF16, device=device)
+        symm_mem.rendezvous(shared, group())
+        shared.normal_()
+    for rows in (1, 4, 16, 32, 64, 128):
+        x, residual, r2, out = (torch.randn(rows, H, device=device).to(BF16) for _ in range(4))
+
+        def fused(i: int, pdl: bool = False, x: Tensor = x, residual: Tensor = residual,
+                  r2: Tensor = r2, out: Tensor = out) -> None:
+            shot.all_reduce_norm(x, residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out, pdl=pdl)
+
+        def alone(i: int, x: Tensor = x, residual: Tensor = residual, r2: Tensor = r2, out: Tensor = out) -> None:
+            sum_norm([x], residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out)
+
+        row = {"fused": chain(fused, 100), "fused pdl": chain(lambda i, f=fused: f(i, True), 100),
+               "sum only": chain(lambda i, x=x, o=out: shot.all_reduce_norm(x, rows_out=o), 100),
+               "norm alone": chain(alone, 100)}
+        if dist.get_backend() != "gloo":
+            part = shared[:rows]
+
+            def torch_parts(i: int, part: Tensor = part, residual: Tensor = residual,
+                            r2: Tensor = r2, out: Tensor = out) -> None:
+                y = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group().group_name)
+                sum_norm([y], residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out)
+
+            row["torch one-shot + norm"] = chain(torch_parts, 100)
+        table[f"{rows} rows"] = row
+    return table
+
+
+def signals(device: torch.device) -> Table:
+    table: Table = {}
+    workspace = Workspace.on_group(4 << 20, group(), device)
+    data = workspace.buffer((H,), BF16, fill=0)
+    channels = {"stream": workspace.channel(StreamSignals()), "kernel": workspace.channel(KernelSignals())}
+    there = workspace.channel(StreamSignals())
+    workspace.ready()
+    peer = (workspace.rank + 1) % workspace.ranks
+    into = torch.zeros(H, device=device, dtype=BF16)
+    for name, channel in channels.items():
+        back = channel if name == "kernel" else there
+
+        def meet(i: int, one: Any = channel, two: Any = back) -> None:
+            c = (one, two)[i % 2]  # two channels in turn: the rule of reuse
+            c.put()
+            c.wait()
+
+        def pull(i: int, m: Any = meet) -> None:
+            m(i)
+            into.copy_(data.on[peer])
+
+        table[f"put + wait by {name}"] = chain(meet, 100)
+        table[f"put + wait + pull of 16 KiB by {name}"] = chain(pull, 100)
+    table["pull of 16 KiB"] = chain(lambda i: into.copy_(data.on[peer]), 100)
+    table["kernel alone (norm of a row)"] = chain(
+        lambda i: sum_norm([into[None]], None, into, eps=EPS, kind=KIND, residual_out=None, rows_out=into[None]), 100)
+    return table
+
+
+def copies(device: torch.device) -> Table:
+    table: Table = {}
+    size = 64 << 20
+    workspace = Workspace.on_group(size + 4096, group(), device)
+    data = workspace.buffer((size,), torch.uint8, fill=1)
+    workspace.ready()
+    local = torch.ones(size, dtype=torch.uint8, device=device)
+    peer = data.on[(workspace.rank + 1) % workspace.ranks]
+    for mib in (0.25, 1, 4, 16, 64):
+        n = int(mib * 2**20)
+        row = {}
+        for name, step in (("pull", lambda i, n=n: local[:n].copy_(peer[:n])),
+                           ("push", lambda i, n=n: peer[:n].copy_(local[:n]))):
+            us = chain(step, 20)
+            row |= {f"{name} us": us, f"{name} GB/s": n / us * 1e-3}
+        table[f"{mib} MiB"] = row
+    return table
+
+
+def reduce(device: torch.device) -> Table:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    table: Table = {}
+    ranks = dist.get_world_size()
+    for rows in (128, 512, 2048, 8192):
+        bounds = tuple(rows * r // ranks for r in range(ranks + 1))
+        workspace = Workspace.on_group(2 * rows * H * 2 + (8 << 20), group(), device)
+        partials = Rows(workspace.buffer((rows, H), BF16, fill=0), bounds)
+        out = Rows(workspace.buffer((rows, H), BF16, fill=0), bounds)
+        shots = {p: TwoShot(workspace, p) for p in (16, 32, 64, 128)}
+        channels, terms = (workspace.channel(), workspace.channel()), Terms.of(partials)
+        workspace.ready()
+        length = 10
+        row = {f"two-shot, {p} programs": chain(lambda i, s=s: s.all_reduce(partials.buffer), length)
+               for p, s in shots.items()}
+        row["copy engine"] = chain(lambda i: all_reduce(terms, out, *channels), length)
+        if dist.get_backend() != "gloo":
+            y = symm_mem.empty((rows, H), dtype=BF16, device=device)
+            symm_mem.rendezvous(y, group())
+            y.zero_()
+            row["torch two-shot"] = chain(
+                lambda i, y=y: torch.ops.symm_mem.two_shot_all_reduce_(y, "sum", group().group_name), length)
+            row["nccl"] = chain(lambda i, y=y: dist.all_reduce(y), length)
+        table[f"{rows} rows ({rows * H * 2 >> 20} MiB)"] = row
+    return table
+
+
+def matmul(device: torch.device) -> Table:
+    table: Table = {}
+    shapes = {"qkv": (1280, H), "o": (H, 1024), "gate_up": (7168, H), "down": (H, 3584)}
+    for name, (n, k) in shapes.items():
+        weights = [torch.randn(n, k, device=device).to(BF16) / k**0.5 for _ in range(4)]
+        row = {}
+        for rows in (256, 512, 1024, 2048, 4096, 8192):
+            x, y = torch.randn(rows, k, device=device).to(BF16), torch.empty(rows, n, device=device, dtype=BF16)
+            us = chain(lambda i, x=x, y=y, w=weights: torch.mm(x, w[i % 4].t(), out=y), 12, samples=7)
+            row[rows] = {"us": us, "TFLOP/s": 2 * rows * n * k / us * 1e-6}
+        table[name] = row
+    return table
+
+
+def decode(device: torch.device) -> Table:
+    table: Table = {}
+    for rows in (1, 4, 16, 64):
+        shape = Shape.llama_70b(rows, 8)
+        layers, _ = layers_of(shape, device, dist.get_rank())
+        workspace = Workspace.on_group(64 << 20, group(), device)
+        shot = OneShot(workspace, 128, H, BF16)
+        workspace.ready()
+        x = torch.randn(rows, H, device=device).to(BF16)
+        residual, out, y = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+        qkv, gate_up = x.new_empty(rows, shape.qkv), x.new_empty(rows, 2 * shape.ffn)
+        act, attended = x.new_empty(rows, shape.ffn), x.new_empty(rows, shape.attended)
+
+        def step(after: Callable[[Tensor, Tensor], None], layers: Any = layers, x: Tensor = x,
+                 residual: Tensor = residual, out: Tensor = out, y: Tensor = y, qkv: Tensor = qkv,
+                 gate_up: Tensor = gate_up, act: Tensor = act, attended: Tensor = attended) -> None:
+            residual.copy_(x)
+            out.copy_(x)
+            for i, layer in enumerate(layers):
+                torch.mm(out, layer.qkv.t(), out=qkv)
+                attended.copy_(qkv[:, : attended.shape[1]])  # in place of attention
+                torch.mm(attended, layer.o.t(), out=y)
+                after(layer.norm2, layer.gate_up)
+                torch.mm(out, layer.gate_up.t(), out=gate_up)
+                swiglu(gate_up, act)
+                torch.mm(act, layer.down.t(), out=y)
+                after(layer.norm, layers[(i + 1) % len(layers)].qkv)
+
+        def floor(w: Tensor, _: Tensor, y: Tensor = y, residual: Tensor = residual, out: Tensor = out) -> None:
+            sum_norm([y], residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out)
+
+        def fused(w: Tensor, after: Tensor, mib: int = 0, y: Tensor = y, residual: Tensor = residual,
+                  out: Tensor = out, shot: OneShot = shot) -> None:
+            shot.all_reduce_norm(
+                y, residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out,
+                next_weight=after if mib else None, spare=60,
+                next_bytes=min(mib << 20, after.numel() * 2))
+
+        def nccl(w: Tensor, _: Tensor, y: Tensor = y, f: Any = floor) -> None:
+            dist.all_reduce(y)
+            f(w, _)
+
+        steps: dict[str, Callable[[], None]] = {
+            "norm alone": lambda s=step, f=floor: s(f), "fused": lambda s=step, f=fused: s(f)}
+        for mib in (4, 8, 16):
+            steps[f"fused, {mib} MiB of next weight"] = (
+                lambda s=step, f=fused, m=mib: s(lambda w, a: f(w, a, m)))
+        if dist.get_backend() != "gloo":
+            steps["nccl + norm"] = lambda s=step, f=nccl: s(f)
+        graphs = {name: capture(s) for name, s in steps.items()}
+        table[f"{rows} rows"] = {n: median(t) * 1e3 for n, t in interleaved(graphs, 25, 8).items()}
+    return table
+
+
+def row(device: torch.device) -> Table:
+    """Rows 8192, columns 8192, K 16384 a rank; chunk bounds in blocks of 128 rows."""
+    rows, inner, table = 8192, 16384, {}
+    x = torch.randn(rows, inner, device=device).to(BF16)
+    weight = torch.randn(H, inner, device=device).to(BF16) / 128
+    y = torch.empty(rows, H, device=device, dtype=BF16)
+    graphs = {"matmul": capture(lambda: torch.mm(x, weight.t(), out=y))}
+    if dist.get_backend() != "gloo":
+        graphs["nccl"] = capture(lambda: (torch.mm(x, weight.t(), out=y), dist.all_reduce(y)))
+    torch.mm(x, weight.t(), out=y)
+    total = y.float()
+    dist.all_reduce(total)
+    total = total.to(BF16)
+    for blocks in ([32, 32], [16] * 4, [33, 31], [33, 16, 11, 4], [33, 16, 8, 7], [33, 16, 8, 4, 3]):
+        for beside in (False, True):
+            chunked = Chunked(x, weight, blocks, device, beside)
+            name = "-".join(map(str, blocks)) + (", sums beside" if beside else "")
+            graphs[name] = capture(chunked)
+            graphs[name].replay()
+            torch.cuda.synchronize()
+            out = torch.cat([r.rows.buffer.local for r in chunked.rings])
+            table[f"equal {name}"] = float((out == total).float().mean())
+    for name, times in interleaved(graphs, 15, 2).items():
+        table[name] = {"us": median(times) * 1e3}
+    alone = table["matmul"]["us"]
+    for value in table.values():
+        if isinstance(value, dict):
+            value["of matmul"] = value["us"] / alone
+    return table
+
+
+class Chunked:
+    """matmul of chunk c, then the sum of chunk c - 1 while chunk c's terms are pulled."""
+
+    def __init__(self, x: Tensor, weight: Tensor, blocks: list[int], device: torch.device, beside: bool) -> None:
+        ranks = dist.get_world_size()
+        sizes = [b * 128 for b in blocks]
+        nbytes = sum(Ring.nbytes(s, H, BF16, ranks) for s in sizes) + 65536
+        self.workspace = Workspace.on_group(nbytes, group(), device)
+        self.rings = [Ring.of(self.workspace, [s * r // ranks for r in range(ranks + 1)], H, BF16) for s in sizes]
+        self.workspace.ready()
+        self.chunks, self.weight = x.split(sizes), weight
+        self.sums = Lane.beside(device) if beside else None
+
+    def __call__(self) -> None:
+        compute = Lane.current(self.weight.device)
+        sums = self.sums or compute
+        lanes = [lane for ring in self.rings for lane in ring.lanes()] + ([sums] if self.sums else [])
+        for lane in lanes:
+            lane.after(compute.mark())
+        pending: list[tuple[Ring, Any]] = []
+        for ring, chunk in zip(self.rings, self.chunks, strict=True):
+            torch.mm(chunk, self.weight.t(), out=ring.terms.partials.buffer.local)
+            ring.put(compute, ring.collected)
+            if self.sums is None and pending:
+                self.finish(*pending.pop(), sums)
+            pending.append((ring, ring.collect()))
+            if self.sums is not None:
+                self.finish(*pending.pop(), sums)
+        for item in pending:
+            self.finish(*item, sums)
+        for lane in lanes:
+            compute.after(lane.mark())
+
+    def finish(self, ring: Ring, events: Any, lane: Lane) -> None:
+        lane.after(*events.values())
+        with lane():
+            sum_norm(ring.terms.sources(), None, None, eps=0.0, kind="none", residual_out=None,
+                     rows_out=ring.rows.own)
+        ring.put(lane, ring.gathered)
+        ring.gather()
+
+
+SECTIONS = {f.__name__: f for f in (norm, oneshot, signals, copies, reduce, matmul, decode, row)}
+
+
+def show(table: Table, indent: int = 2) -> None:
+    for name, value in table.items():
+        if isinstance(value, dict) and all(isinstance(v, float) for v in value.values()):
+            print(" " * indent + f"{name:34s} " + "  ".join(f"{k} {v:.4g}" for k, v in value.items()))
+        elif isinstance(value, dict):
+            print(" " * indent + str(name))
+            show(value, indent + 2)
+        else:
+            print(" " * indent + f"{name:34s} {value:.4g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rank, _, device = start()
+    results = {}
+    for name in options.sections:
+        begin = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin[0].record()
+        results[name] = SECTIONS[name](device)
+        begin[1].record()
+        torch.cuda.synchronize()
+        if not rank:
+            print(f"== {name} ({begin[0].elapsed_time(begin[1]) / 1000:.1f} s)")
+            show(results[name])
+            sys.stdout.flush()
+            if options.out:
+                options.out.write_text(json.dumps(results, indent=1))
+        torch.cuda.empty_cache()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
