@@ -1,0 +1,217 @@
+"""The order of a compile: capture, describe, plan, partition, load, run. The only place it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plait.capture import capture
+from plait.cluster import Cluster
+from plait.mesh import Mesh, refuse_what_is_coming
+from plait.plan import planner
+from plait.plan.plan import Plan, program_digest
+from plait.plan.planner import Planned
+from plait.program import Program
+from plait.runtime.agree import Agreement
+from plait.runtime.compiled import Compiled, Holdings, part_of
+from plait.runtime.executor import Executable, executable
+from plait.runtime.processes import world
+from plait.runtime.transport import Transport
+from plait.runtime.weights import locate, open_source
+
+
+def compile(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    tp: int | str = "auto",
+    pp: int | str = "auto",
+    dp: int = 1,
+    cluster: Cluster | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    dynamic: Mapping[str, Any] | None = None,
+    weights: Any = None,
+    training: bool = False,
+    plan: Plan | None = None,
+    objective: str = "latency",
+    algorithm: str | Mapping[str, str] = "auto",
+    overlap: str | int = "auto",
+    micro_batches: str | int = "auto",
+    schedule: str = "auto",
+    outputs: str = "all",
+    deterministic: bool = False,
+    measure: bool = True,
+) -> Compiled:
+    """An unmodified model, split over the ranks of `group`; called as the model is called.
+
+    `args` and `kwargs` are example inputs, the same on every rank. Raises a `PlaitError` on every
+    rank: CaptureError (the model cannot be captured), MeshError (tp, pp, dp do not fit the ranks),
+    WeightError (weights missing, extra or mis-shaped), InputError (ranks pass different inputs).
+    """
+    refuse_what_is_coming(
+        pp=pp, dp=dp, overlap=overlap, micro_batches=micro_batches, schedule=schedule, outputs=outputs
+    )
+    if group is None:
+        group, _ = world()
+    mesh = Mesh.of(tp, pp, dp, dist.get_world_size(group) if group is not None else 1)
+    place = _device(model, device, group)
+    source = _Source(model, args, kwargs, dynamic, training)
+    job = _Job(
+        source=source,
+        options=planner.Options(
+            mesh.tp, _cluster(cluster, mesh), algorithm, objective, deterministic
+        ),
+        transport=Transport(group, dist.get_rank(group) if group is not None else 0, mesh.tp),
+        agreement=Agreement(group, place),
+        device=place,
+        saved=plan,
+    )
+    with job.agreement.step("compile"):
+        program = source.capture(model.training)
+    planned = job.plan(program)
+    first = executable(planned, job.transport, place)
+    with job.agreement.step("load"):
+        holdings = _load(model, planned, first, job, weights, dtype)
+    names = [n for n in model.state_dict(keep_vars=True)]
+    return Compiled(
+        first, holdings, job.transport, job.agreement, job.again(first), names, model.training
+    )
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    cluster: Cluster | str | None = None,
+    tp: int | str = "auto",
+    pp: int | str = "auto",
+    dp: int = 1,
+    dynamic: Mapping[str, Any] | None = None,
+    training: bool = False,
+    algorithm: str | Mapping[str, str] = "auto",
+    objective: str = "latency",
+    deterministic: bool = False,
+) -> Plan:
+    """The plan for a described machine: no processes, no devices; the model may be on meta."""
+    refuse_what_is_coming(pp=pp, dp=dp)
+    machine = Cluster.of(cluster)
+    mesh = Mesh.of(tp, pp, dp, machine.size)
+    options = planner.Options(
+        mesh.tp, machine.subset(range(mesh.tp)), algorithm, objective, deterministic
+    )
+    return planner.make(_Source(model, args, kwargs, dynamic, training).capture(model.training), options).plan
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where programs come from: the user's model and how it was asked for."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    dynamic: Mapping[str, Any] | None
+    training: bool
+
+    def capture(self, mode: bool) -> Program:
+        """In train or eval mode; the model's own flags are put back."""
+        before = {m: m.training for m in self.model.modules()}
+        try:
+            if mode != self.model.training:
+                self.model.train(mode)
+            return capture(
+                self.model, self.args, self.kwargs, dynamic=self.dynamic, training=self.training
+            )
+        finally:
+            for module, flag in before.items():
+                module.training = flag
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One compile on one rank."""
+
+    source: _Source
+    options: planner.Options
+    transport: Transport
+    agreement: Agreement
+    device: torch.device
+    saved: Plan | None = None
+
+    def plan(self, program: Program, fixed: Mapping[str, str] | None = None) -> Planned:
+        """Rank 0's plan on every rank; all ranks must have captured the same program."""
+        self.agreement.same("compile", [f"program {program_digest(program)}"])
+        if self.saved is not None and fixed is None:
+            return planner.replay(program, self.saved, self.options)
+        mine: Planned | None = None
+        text = ""
+        with self.agreement.step("plan"):
+            if self.transport.rank == 0:
+                mine = planner.make(program, self.options, fixed)
+                text = mine.plan.to_json()
+        chosen = Plan.from_json(self.agreement.broadcast("plan", text))
+        return mine if mine is not None else planner.replay(program, chosen, self.options)
+
+    def again(self, first: Executable) -> Any:
+        """Programs for other forms of call, with the weights as they are loaded."""
+        fixed = {
+            s.weight.node: str(s.layout.split or "whole") for s in first.local.shares
+        }
+
+        def recompile(args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
+            source = replace(self.source, args=args, kwargs=kwargs)
+            with self.agreement.step("compile"):
+                program = source.capture(mode)
+            return executable(self.plan(program, fixed), self.transport, self.device)
+
+        return recompile
+
+
+def _load(
+    model: nn.Module, planned: Planned, first: Executable, job: _Job, weights: Any, dtype: Any
+) -> Holdings:
+    program = planned.program
+    source = open_source(weights) if weights is not None else None
+    loading = locate(program.weights, model=model, source=source, unused=program.unused)
+    shares = {s.weight.name: s for s in first.local.shares}
+    unused = {w.name: w for w in program.unused}
+    parts = {n: part_of(s.weight, s.cut, job.transport.rank) for n, s in shares.items()}
+    parts |= {n: part_of(w, None, job.transport.rank) for n, w in unused.items()}
+    tensors: dict[str, Tensor] = loading.load(parts, device=job.device, dtype=dtype)
+    for weight in (*program.weights, *program.unused):
+        if weight.kind == "parameter":
+            value = tensors[weight.name]
+            tensors[weight.name] = nn.Parameter(value, requires_grad=weight.requires_grad)
+    return Holdings(shares, tensors, unused)
+
+
+def _cluster(cluster: Cluster | str | None, mesh: Mesh) -> Cluster:
+    machine = Cluster.of(cluster)
+    return machine.subset(range(mesh.tp)) if machine.size >= mesh.tp else machine
+
+
+def _device(
+    model: nn.Module, device: torch.device | str | None, group: dist.ProcessGroup | None
+) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    found = {p.device for p in model.parameters()} or {torch.device("cpu")}
+    where = next(iter(found))
+    if where.type != "meta":
+        return where
+    if group is not None and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def clip_grad_norm_(module: Compiled, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip the gradients of a compiled module by their norm over the whole model; returns the norm."""
+    return module.clip_grad_norm_(max_norm, norm_type)

@@ -1,0 +1,112 @@
+"""Plan: what the compiler chose, frozen, as JSON; read back it makes the same programs.
+
+Strategies are spelled by node (`linear_3: split(f7)`), splits by their bounds (`f7: 0 8 16`), so a
+plan reads without the program it belongs to. `program` is the digest of that program: a plan is
+refused for any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from plait.errors import PlanError
+from plait.program import Program
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One collective of the program, in one direction: what is asked and how it is done.
+
+    `name` is the site (`move_3`, `move_3.backward`), `nbytes` the whole value, `seconds` predicted.
+    """
+
+    name: str
+    collective: str
+    nbytes: int
+    algorithm: str
+    seconds: float
+    source: str
+    module: str
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return (
+            f"{self.name}: {self.collective} of {self.source}{where}, {self.nbytes} bytes, "
+            f"{self.algorithm}, {self.seconds * 1e6:.1f} us"
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`weights`: layout of each weight; `whole`: operators that run whole, with the reason."""
+
+    program: str
+    tp: int
+    pp: int
+    dp: int
+    cluster: str
+    training: bool
+    objective: str
+    strategies: Mapping[str, str]
+    splits: Mapping[str, str]
+    weights: Mapping[str, str]
+    collectives: tuple[Placed, ...]
+    whole: Mapping[str, str] = field(default_factory=dict)
+    bytes_per_rank: tuple[int, ...] = ()  # parameters and buffers
+    bytes_whole: int = 0
+    seconds: float = 0.0  # one call, predicted
+    seconds_alone: float = 0.0  # the same on one device, predicted
+    notes: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("version")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise PlanError(f"this is not a plan: {error}") from error
+        if version != VERSION:
+            raise PlanError(f"the plan is of version {version}; this plait reads {VERSION}")
+        try:
+            data["collectives"] = tuple(Placed(**p) for p in data["collectives"])
+            data["bytes_per_rank"] = tuple(data["bytes_per_rank"])
+            data["notes"] = tuple(data["notes"])
+            return cls(**data)
+        except (TypeError, KeyError) as error:
+            raise PlanError(f"the plan lacks or has too much: {error}") from error
+
+
+def program_digest(program: Program) -> str:
+    """Equal for equal graphs, shapes, dtypes and weights; constants count by their values."""
+    digest = hashlib.sha256()
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        digest.update(f"{node.name} {node.target} {node.args} {node.kwargs}".encode())
+        digest.update(_facts(value).encode())
+    for weight in program.weights:
+        digest.update(f"{weight.names} {weight.shape} {weight.dtype} {weight.requires_grad}".encode())
+    for name, tensor in program.constants.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(str(program.training).encode())
+    return digest.hexdigest()[:16]
+
+
+def _facts(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return " ".join(_facts(v) for v in value)
+    if hasattr(value, "shape"):
+        return f"{tuple(map(str, value.shape))} {value.dtype}"
+    return str(value)

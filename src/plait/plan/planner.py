@@ -1,0 +1,213 @@
+"""Planner: Program + Cluster -> Plan, and a Plan back to the strategies it spells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from plait.cluster import Cluster
+from plait.cost.comm import choose
+from plait.errors import PlanError
+from plait.passes.partition import Local, Site, partition
+from plait.plan.plan import Placed, Plan, program_digest
+from plait.plan.prices import CostPrices, Rates
+from plait.plan.problem import Problem, build, differentiable
+from plait.plan.sharding import solve
+from plait.program import Program
+from plait.rules.describe import Description, describe
+from plait.rules.aten import table
+from plait.rules.layout import Strategy
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of the plan."""
+
+    tp: int
+    cluster: Cluster
+    algorithm: str | Mapping[str, str] = "auto"
+    objective: str = "latency"
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the program it belongs to; `local` gives the program of one rank."""
+
+    plan: Plan
+    program: Program
+    description: Description
+    strategies: dict[fx.Node, Strategy]
+    grads: set[fx.Node]
+
+    def local(self, rank: int) -> Local:
+        return partition(self.program, self.description, self.strategies, self.grads, rank)
+
+
+def make(program: Program, options: Options, fixed: Mapping[str, str] | None = None) -> Planned:
+    """The cheapest plan; `fixed` holds weights to layouts that are already loaded."""
+    description = describe(program, table())
+    problem = build(program, description, options.tp)
+    _hold(problem, fixed or {})
+    prices = CostPrices.of(problem, rates(options.cluster, program), _collective(options))
+    solution = solve(problem, prices)
+    return _planned(program, description, problem, solution.strategies, options, prices)
+
+
+def replay(program: Program, plan: Plan, options: Options) -> Planned:
+    """The strategies that `plan` spells, for the same program."""
+    digest = program_digest(program)
+    if plan.program != digest:
+        raise PlanError(
+            f"the plan is for program {plan.program}, this model captures as {digest}; "
+            "plan again with plan=None"
+        )
+    description = describe(program, table())
+    problem = build(program, description, options.tp)
+    strategies = {}
+    for node, choice in problem.choices.items():
+        label = plan.strategies.get(node.name, "whole")
+        by_label = {s.label: s for s in choice.strategies}
+        if label not in by_label:
+            raise PlanError(f"{node.name} has no strategy {label}; it has {', '.join(by_label)}")
+        strategies[node] = by_label[label]
+    grads = differentiable(program, description)
+    return Planned(plan, program, description, strategies, grads)
+
+
+def rates(cluster: Cluster, program: Program) -> Rates:
+    """What one device reaches on the program's own dtype."""
+    dtypes = [w.dtype for w in program.weights if w.dtype.is_floating_point]
+    dtype = max(set(dtypes), key=dtypes.count) if dtypes else torch.float32
+    device = cluster.device
+    return Rates(
+        device.peak(str(dtype)) * device.tiles[0].share, device.bandwidth * device.memory_share
+    )
+
+
+def _collective(options: Options) -> Any:
+    """Seconds of a collective on the axis, by the algorithm that would run."""
+
+    @lru_cache(maxsize=None)
+    def seconds(kind: str, nbytes: float) -> float:
+        return pick(options, kind, nbytes)[1]
+
+    return seconds
+
+
+def pick(options: Options, kind: str, nbytes: float, site: str = "") -> tuple[str, float]:
+    """The algorithm for one collective, and its predicted seconds."""
+    wanted = options.algorithm
+    if not isinstance(wanted, str):
+        wanted = wanted.get(site, "auto")
+    found = choose(
+        kind,
+        nbytes,
+        range(options.tp),
+        options.cluster,
+        deterministic=options.deterministic,
+        algorithm=None if wanted == "auto" else wanted,
+    ).winner
+    return (found.algorithm if wanted == "auto" else wanted), found.seconds
+
+
+def _hold(problem: Problem, fixed: Mapping[str, str]) -> None:
+    from dataclasses import replace
+
+    for node, choice in problem.choices.items():
+        wanted = fixed.get(node.name) if choice.weight else None
+        if wanted is None:
+            continue
+        others = {i for i, s in enumerate(choice.strategies) if str(s.split or "whole") != wanted}
+        if len(others) == len(choice.strategies):
+            raise PlanError(f"{node.name} is loaded as {wanted}, which this program cannot use")
+        problem.choices[node] = replace(choice, forbidden=frozenset(others))
+
+
+def _planned(
+    program: Program,
+    description: Description,
+    problem: Problem,
+    strategies: dict[fx.Node, Strategy],
+    options: Options,
+    prices: CostPrices,
+) -> Planned:
+    grads = differentiable(program, description)
+    first = partition(program, description, strategies, grads, 0)
+    placed = tuple(p for site in first.sites.values() for p in _place(site, options))
+    work = sum(
+        prices.node(choice, choice.strategies.index(strategies[node]))
+        for node, choice in problem.choices.items()
+        if not choice.weight
+    )
+    alone = sum(prices.node(c, 0) for c in problem.choices.values() if not c.weight)
+    splits = {s.split.name: str(s.split) for s in strategies.values() if s.split is not None}
+    plan = Plan(
+        program=program_digest(program),
+        tp=options.tp,
+        pp=1,
+        dp=1,
+        cluster=str(options.cluster),
+        training=program.training,
+        objective=options.objective,
+        strategies={n.name: s.label for n, s in strategies.items() if s.label != "whole"},
+        splits=splits,
+        weights={
+            share.weight.name: _spell_share(share.layout, share.dims) for share in first.shares
+        },
+        collectives=placed,
+        whole={
+            n.name: a.reason for n, a in description.accesses.items() if a.reason and _heavy(n)
+        },
+        bytes_per_rank=tuple(_stored(first, r) for r in range(options.tp)),
+        bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
+        seconds=work + sum(p.seconds for p in placed),
+        seconds_alone=alone,
+        notes=program.notes,
+    )
+    return Planned(plan, program, description, strategies, grads)
+
+
+def _place(site: Site, options: Options) -> list[Placed]:
+    out = []
+    nbytes = prod(site.shape) * site.dtype.itemsize
+    steps = [(site.name, site.conversion.forward)]
+    if site.grad:
+        steps.append((f"{site.name}.backward", site.conversion.backward))
+    for name, step in steps:
+        if step.collective is not None:
+            algorithm, seconds = pick(options, step.collective, nbytes, name)
+            out.append(
+                Placed(name, step.collective, nbytes, algorithm, seconds, site.source, site.module)
+            )
+    return out
+
+
+def _spell_share(layout: Any, dims: Any) -> str:
+    if layout.split is None:
+        return "whole"
+    return f"shard({layout.split.name}) on dim {layout.split.dim(dims)}"
+
+
+def _stored(local: Local, rank: int) -> int:
+    """Bytes of weights that `rank` holds."""
+    total = 0
+    for share in local.shares:
+        rows = 1.0
+        if share.layout.split is not None:
+            dim = share.layout.split.dim(share.dims)
+            assert dim is not None
+            rows = share.layout.split.size(share.dims[dim], rank) / share.dims[dim].size
+        total += round(prod(share.weight.shape) * rows) * share.weight.dtype.itemsize
+    return total
+
+
+def _heavy(node: fx.Node) -> bool:
+    """Worth a line in the report: an operator on a tensor."""
+    return isinstance(node.meta.get("val"), Tensor)

@@ -1,0 +1,61 @@
+"""Explain: a plan in words, all of it, for `compiled.explain()`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+from plait.plan.plan import Placed, Plan
+
+
+def explain(plan: Plan) -> str:
+    """What is split, every collective, what is whole and why, what it should cost."""
+    return "\n".join(
+        [
+            f"tp={plan.tp} pp={plan.pp} dp={plan.dp} on {plan.cluster}",
+            f"predicted {_time(plan.seconds)} a call; one device {_time(plan.seconds_alone)}",
+            *_weights(plan),
+            *_collectives(plan),
+            *_whole(plan),
+            *(f"note: {note}" for note in plan.notes),
+        ]
+    )
+
+
+def _weights(plan: Plan) -> list[str]:
+    held = ", ".join(f"{b:,}" for b in plan.bytes_per_rank)
+    lines = [f"weights: {held} bytes by rank of {plan.bytes_whole:,}"]
+    for layout, names in _grouped(plan.weights):
+        lines.append(f"  {layout}: {', '.join(names)}")
+    return lines
+
+
+def _grouped(layouts: object) -> list[tuple[str, list[str]]]:
+    assert hasattr(layouts, "items")
+    by_layout: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        by_layout.setdefault(layout, []).append(name)
+    return list(by_layout.items())
+
+
+def _collectives(plan: Plan) -> list[str]:
+    counts = Counter(p.collective for p in plan.collectives)
+    summary = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
+    lines = [f"collectives: {summary}"]
+    for _, group in groupby(plan.collectives, key=lambda p: (p.module, p.source)):
+        lines += [f"  {p}; not overlapped" for p in group]
+    return lines
+
+
+def _whole(plan: Plan) -> list[str]:
+    reasons: dict[str, list[str]] = {}
+    for node, reason in plan.whole.items():
+        reasons.setdefault(reason, []).append(node)
+    return [f"whole on every rank, {why}: {', '.join(nodes)}" for why, nodes in reasons.items()]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+__all__ = ["Placed", "explain"]

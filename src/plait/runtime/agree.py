@@ -1,0 +1,108 @@
+"""Agreement: what the ranks must have in common before they work together.
+
+Every call compares structure, shapes, dtypes and plain values between the ranks, the first call the
+contents too; a difference is an InputError on every rank. Failures in between are told to all by the
+watch (watch.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.errors import InputError
+from plait.runtime.executor import Executable
+from plait.runtime.watch import Watch
+
+Find = Callable[[Sequence[Any], Mapping[str, Any], bool], Executable]
+
+
+class Agreement:
+    """One rank's side of it; alone, everything is agreed."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
+        alone = group is None or dist.get_world_size(group) == 1
+        self._watch = None if alone else Watch(group, device.type)
+        self._called = False
+
+    def call(
+        self, find: Find, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool
+    ) -> tuple[Executable, list[Any]]:
+        """The executable for this call and the call's leaves, after all ranks agreed on it."""
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        said = [str(spec), "train" if mode else "eval", *map(_facts, leaves)]
+        if not self._called:
+            said.append(_contents(leaves))
+        self.same("call", said)
+        self._called = True
+        executable = find(args, kwargs, mode)
+        order = executable.planned.program.in_spec.flatten_up_to((tuple(args), dict(kwargs)))
+        return executable, list(order)
+
+    def same(self, what: str, said: list[str]) -> None:
+        """InputError, on every rank, where the ranks do not say the same."""
+        if self._watch is None:
+            return
+        told = self._watch.exchange(what, said)
+        different = [r for r, other in enumerate(told) if other != told[0]]
+        if different:
+            raise InputError(_differences(what, told, different))
+
+    def broadcast(self, what: str, value: Any) -> Any:
+        """Rank 0's value (JSON) on every rank."""
+        return value if self._watch is None else self._watch.exchange(what, value)[0]
+
+    def seed(self) -> Tensor:
+        """A number drawn from rank 0's default generator; all ranks' generators advance alike."""
+        drawn = int(torch.randint(2**62, ()))
+        return torch.tensor(self.broadcast("seed", drawn))
+
+    def meet(self, what: str, timeout: float = 30.0) -> None:
+        """All ranks must come within `timeout` seconds, else RankError names who did not."""
+        if self._watch is not None:
+            self._watch.exchange(what, None, timeout)
+
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        return self._watch.guard(what) if self._watch is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Local work that succeeds on all ranks or raises on all."""
+        if self._watch is None:
+            yield
+            return
+        with self._watch.step(what):
+            yield
+
+
+def _facts(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    return repr(leaf)
+
+
+def _contents(leaves: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
+            flat = leaf.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return f"contents {digest.hexdigest()[:16]}"
+
+
+def _differences(what: str, told: list[Any], different: list[int]) -> str:
+    lines = [f"{what}: the ranks do not pass the same"]
+    for i in range(max(len(t) for t in told)):
+        values = [t[i] if i < len(t) else "nothing" for t in told]
+        if len(set(values)) > 1:
+            lines += [f"  rank {r}: {values[r]}" for r in [0, *different]]
+    lines.append("tensor-parallel ranks pass equal inputs: the same batch on every rank")
+    return "\n".join(lines)

@@ -1,0 +1,274 @@
+"""Compiled: the module that a user holds. Weights in shares, programs by form of call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.errors import InputError, NotYetError
+from plait.passes.partition import Share
+from plait.plan.plan import Plan
+from plait.program import Weight
+from plait.report.explain import explain
+from plait.rules.moves import Cut, Step, only_own
+from plait.runtime import checkpoint
+from plait.runtime.agree import Agreement
+from plait.runtime.executor import Executable
+from plait.runtime.transport import Transport
+from plait.runtime.weights import Tensors, locate
+
+Recompile = Callable[[Sequence[Any], Mapping[str, Any], bool], Executable]
+PROGRAMS = 16  # forms of call that are kept
+
+
+@dataclass
+class Holdings:
+    """This rank's weights: `tensors` by first name, with what share of each it is."""
+
+    shares: dict[str, Share]
+    tensors: dict[str, Tensor]
+    unused: dict[str, Weight]
+
+    def weights(self) -> Iterator[tuple[Weight, Cut | None]]:
+        for share in self.shares.values():
+            yield share.weight, share.cut
+        for weight in self.unused.values():
+            yield weight, None
+
+
+class Compiled(nn.Module):
+    """The model on this rank. Made by `plait.compile`; call it as the model is called."""
+
+    def __init__(
+        self,
+        first: Executable,
+        holdings: Holdings,
+        transport: Transport,
+        agreement: Agreement,
+        recompile: Recompile,
+        state_names: Sequence[str],
+        mode: bool,
+    ):
+        super().__init__()
+        state = self.__dict__
+        state["_programs"] = {mode: [first]}
+        state["_holdings"] = holdings
+        state["_transport"] = transport
+        state["_agreement"] = agreement
+        state["_recompile"] = recompile
+        state["_state_names"] = tuple(state_names)
+        for weight, _ in holdings.weights():
+            _register(self, weight, holdings.tensors[weight.name])
+        nn.Module.train(self, mode)
+
+    # -- calling -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        agreement: Agreement = self._agreement
+        executable, leaves = agreement.call(self._executable, args, kwargs, self.training)
+        with agreement.guard("forward"):
+            seed = agreement.seed() if executable.local.seeded else torch.zeros(0)
+            return executable(self._live(), leaves, seed)
+
+    def _live(self) -> dict[str, Tensor]:
+        """Weights as they stand in the module: an optimizer or `.data = ` may have replaced them."""
+        return self._holdings.tensors
+
+    def _executable(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
+        """The program for this form of call, made on all ranks if it is new."""
+        known = self._programs.setdefault(mode, [])
+        for executable in known:
+            leaves = _leaves(executable, args, kwargs)
+            if leaves is not None and executable.accepts(leaves):
+                return executable
+        made = self._recompile(args, kwargs, mode)
+        known.append(made)
+        del known[:-PROGRAMS]
+        return made
+
+    def step(self, *args: Any, target: Any = (), loss_fn: Any = None, **kwargs: Any) -> Any:
+        """Forward and backward; returns (loss, outputs). Neither steps nor zeroes an optimizer."""
+        out = self(*args, **kwargs)
+        if loss_fn is not None:
+            targets = target if isinstance(target, tuple) else (target,)
+            loss = loss_fn(out, *targets)
+        else:
+            loss = _own_loss(out)
+        loss.backward()
+        return loss.detach(), out
+
+    # -- what was chosen ---------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        return self._first.planned.plan
+
+    @property
+    def _first(self) -> Executable:
+        return next(programs[0] for programs in self._programs.values() if programs)
+
+    def explain(self) -> str:
+        """How the model was split, every collective, and what stayed whole and why."""
+        return explain(self.plan)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """Every name of the model's, whole tensors on the CPU; a collective. {} off rank 0 on wish."""
+        by_name = {n: (w, cut) for w, cut in self._holdings.weights() for n in w.names}
+        whole: dict[str, Tensor] = {}
+        out: dict[str, Tensor] = {}
+        with self._agreement.guard("state_dict"), torch.no_grad():
+            for name in self._state_names:
+                weight, cut = by_name[name]
+                if weight.name not in whole:
+                    value = self._whole(self._live()[weight.name].detach(), cut)
+                    keep = not rank0_only or self._transport.rank == 0
+                    whole[weight.name] = value.cpu().clone() if keep else value.new_empty(0)
+                out[name] = whole[weight.name]
+        return out if not rank0_only or self._transport.rank == 0 else {}
+
+    def _whole(self, part: Tensor, cut: Cut | None) -> Tensor:
+        if cut is None:
+            return part
+        return self._transport.run(Step("gather"), part, cut, "native")
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+        """Every rank takes its rows of the whole tensors in `state`."""
+        weights = [w for w, _ in self._holdings.weights()]
+        with self._agreement.step("load_state_dict"), torch.no_grad():
+            source = Tensors(state) if strict else Tensors(_known(state, weights))
+            loading = locate(_within(weights, state, strict), source=source)
+            rank = self._transport.rank
+            parts = {w.name: part_of(w, cut, rank) for w, cut in self._holdings.weights()}
+            for name, value in loading.load(parts).items():
+                self._live()[name].copy_(value)
+        return nn.modules.module._IncompatibleKeys([], [])
+
+    def gradients(self, device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
+        """Whole gradients by the names of the model's `named_parameters()`; a collective."""
+        out: dict[str, Tensor | None] = {}
+        with self._agreement.guard("gradients"), torch.no_grad():
+            for weight, cut in self._holdings.weights():
+                if weight.kind != "parameter":
+                    continue
+                grad = self._live()[weight.name].grad
+                out[weight.name] = None if grad is None else self._whole(grad, cut).to(device).clone()
+        return {n: out[n] for n in self._parameter_order() if n in out}
+
+    def _parameter_order(self) -> list[str]:
+        first = {n: w.name for w, _ in self._holdings.weights() for n in w.names}
+        return list(dict.fromkeys(first[n] for n in self._state_names if n in first)) + [
+            w.name for w, _ in self._holdings.weights() if w.name not in self._state_names
+        ]
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """One whole safetensors checkpoint, written by rank 0; all ranks must come."""
+        self._agreement.meet("save")
+        state = self.state_dict(rank0_only=True)
+        with self._agreement.step("save"):
+            if self._transport.rank == 0:
+                specs = {n: checkpoint.Spec(tuple(t.shape), t.dtype) for n, t in state.items()}
+                checkpoint.write(Path(folder), specs, state.values())
+
+    # -- norms -------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, over the whole model; equal on every rank."""
+        grads = []
+        for weight, cut in self._holdings.weights():
+            grad = self._live()[weight.name].grad
+            if weight.kind == "parameter" and grad is not None:
+                grads.append((grad, _counted(grad, cut, self._transport.rank)))
+        with self._agreement.guard("clip_grad_norm_"), torch.no_grad():
+            total = _norm([own for _, own in grads], float(norm_type), self._transport)
+            scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for grad, _ in grads:
+                grad.mul_(scale.to(grad.dtype))
+        return total
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise NotYetError("a compiled module cannot be copied; compile the model again")
+
+
+def _leaves(e: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """The call's leaves in the order of the program's inputs, or None: another structure."""
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    if spec == e.planned.program.in_spec:
+        return flat
+    try:
+        return list(e.planned.program.in_spec.flatten_up_to((tuple(args), dict(kwargs))))
+    except ValueError:
+        return None
+
+
+def _register(root: nn.Module, weight: Weight, value: Tensor) -> None:
+    for name in weight.names:
+        *path, last = name.split(".")
+        at = root
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, nn.Module())
+            child = at._modules[part]
+            assert child is not None
+            at = child
+        if weight.kind == "parameter":
+            assert isinstance(value, nn.Parameter)
+            at.register_parameter(last, value)
+        elif weight.kind == "buffer":
+            at.register_buffer(last, value, persistent=weight.persistent)
+
+
+def part_of(weight: Weight, cut: Cut | None, rank: int) -> checkpoint.Part:
+    """The rows of every dim that `rank` stores."""
+    part = list(checkpoint.whole(weight.shape))
+    if cut is not None:
+        part[cut.dim] = cut.rows[rank]
+    return tuple(part)
+
+
+def _known(state: Mapping[str, Tensor], weights: Sequence[Weight]) -> dict[str, Tensor]:
+    names = {n for w in weights for n in w.names}
+    return {k: v for k, v in state.items() if k in names}
+
+
+def _within(weights: Sequence[Weight], state: Mapping[str, Tensor], strict: bool) -> list[Weight]:
+    saved = [w for w in weights if w.kind == "parameter" or (w.kind == "buffer" and w.persistent)]
+    return saved if strict else [w for w in saved if any(n in state for n in w.names)]
+
+
+def _own_loss(out: Any) -> Tensor:
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise InputError("step() without loss_fn needs a model that returns its loss as `loss`")
+    return loss
+
+
+def _counted(grad: Tensor, cut: Cut | None, rank: int) -> Tensor | None:
+    """What this rank counts of a gradient in a norm: its own rows; whole ones count on rank 0."""
+    if cut is None:
+        return grad if rank == 0 else None
+    return only_own(grad, cut, rank)
+
+
+def _norm(own: Sequence[Tensor | None], p: float, transport: Transport) -> Tensor:
+    parts = [g for g in own if g is not None]
+    device = parts[0].device if parts else torch.device("cpu")
+    if p == float("inf"):
+        peaks = [g.abs().max().float() for g in parts if g.numel()]
+        top = torch.stack([x.to(device) for x in peaks]).max() if peaks else torch.zeros(())
+        return transport.run(Step("all_reduce", "max"), top.to(device), None, "native")
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in parts) else torch.float32
+    total = torch.zeros((), dtype=wide, device=device)
+    for g in parts:
+        total = total + torch.linalg.vector_norm(g.to(wide), p) ** p
+    total = transport.run(Step("all_reduce"), total, None, "native")
+    return total ** (1.0 / p)
+

@@ -1,0 +1,108 @@
+"""Executor: one rank's program as a graph module, and the call that feeds it.
+
+An `Executable` belongs to one form of call: structure, shapes (or their dynamic pattern), dtypes,
+plain values and train/eval mode. `Compiled` (compiled.py) keeps the weights, which all executables
+of a model share, and picks or makes the executable of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from plait.plan.planner import Planned
+from plait.passes.partition import Local
+from plait.runtime.transport import MoveModule, Transport
+
+
+@dataclass(frozen=True)
+class Executable:
+    planned: Planned
+    local: Local
+    module: fx.GraphModule
+    patterns: tuple[Any, ...]  # per leaf of the call: a plain value, or a `Pattern`
+
+    def __call__(self, weights: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor) -> Any:
+        """The user's outputs; mutated buffers in `weights` take their new values."""
+        program = self.planned.program
+        feed = [weights[share.weight.name] for share in self.local.shares]
+        feed += [x for x, i in zip(leaves, program.inputs, strict=True) if i.node is not None]
+        if self.local.seeded:
+            feed.append(seed)
+        flat = self.module(*feed)
+        with torch.no_grad():
+            by_node = {share.weight.node: share.weight.name for share in self.local.shares}
+            for mutation in program.mutations:
+                weights[by_node[mutation.weight]].copy_(flat[mutation.index])
+        values = [o.value if o.index is None else flat[o.index] for o in program.outputs]
+        return pytree.tree_unflatten(values, program.out_spec)
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        return len(leaves) == len(self.patterns) and all(
+            p.matches(x) if isinstance(p, Pattern) else _same(p, x)
+            for p, x in zip(self.patterns, leaves, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A tensor input: None stands for a size that may change."""
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def matches(self, x: Any) -> bool:
+        return (
+            isinstance(x, Tensor)
+            and x.dtype == self.dtype
+            and x.dim() == len(self.shape)
+            and all(want is None or want == have for want, have in zip(self.shape, x.shape))
+        )
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def executable(
+    planned: Planned, transport: Transport, device: torch.device
+) -> Executable:
+    """This rank's graph module: moves as submodules, constants as buffers on `device`."""
+    local = planned.local(transport.rank)
+    algorithms = {p.name: p.algorithm for p in planned.plan.collectives}
+    root: dict[str, Any] = {
+        name: value.to(device) for name, value in local.constants.items()
+    }
+    for name, site in local.sites.items():
+        forward = algorithms.get(name, "native")
+        backward = algorithms.get(f"{name}.backward", "native")
+        root[name] = MoveModule(site, transport, forward, backward)
+    _place(local.graph, device)
+    module = fx.GraphModule(root, local.graph)
+    return Executable(planned, local, module, _patterns(planned))
+
+
+def _place(graph: fx.Graph, device: torch.device) -> None:
+    """Factories make their tensors on the rank's device, wherever the model was captured."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "device" in node.kwargs:
+            node.update_kwarg("device", device)
+
+
+def _patterns(planned: Planned) -> tuple[Any, ...]:
+    program = planned.program
+    values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    out: list[Any] = []
+    for entry in program.inputs:
+        if entry.node is None:
+            out.append(entry.value)
+        else:
+            fake = values[entry.node]
+            shape = tuple(s if isinstance(s, int) else None for s in fake.shape)
+            out.append(Pattern(shape, fake.dtype))
+    return tuple(out)

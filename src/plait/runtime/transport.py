@@ -1,0 +1,110 @@
+"""Transport: the steps of moves (rules/moves.py) between the processes of one group.
+
+    all_reduce       the value, in place of a copy
+    gather           every rank's rows along one dim, as many as each has; assembled in global order
+    reduce_scatter   each rank's rows of the sum, rows that neighbours share sent to both
+    share            rows summed among their holders: a padded all-reduce
+
+Rows travel along dim 0 of contiguous buffers, in order of rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from plait import collectives
+from plait.passes.partition import Site
+from plait.rules.moves import Cut, Step, assemble, count, local, only_own, take, widen
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One rank's end of the moves over `group` (None: alone)."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
+        """One step on this rank; all ranks of the group run the same steps in the same order."""
+        if step.collective is None:
+            return local(step, x, cut, self.rank)
+        if self.size == 1:
+            return x
+        if step.action == "all_reduce":
+            return self.all_reduce(x, step.op, algorithm)
+        assert cut is not None
+        mine = cut.rows[self.rank]
+        match step.action:
+            case "share":
+                whole = self.all_reduce(widen(x, cut, mine, mine), "sum", algorithm)
+                return take(whole, cut.dim, mine)
+            case "gather" | "gather_sum":
+                if cut.disjoint:
+                    return self._gather(x, cut, algorithm)
+                keep = cut.own[self.rank] if step.action == "gather" else mine
+                return self.all_reduce(widen(x, cut, mine, keep), "sum", algorithm)
+            case "reduce_scatter":
+                return self._scatter(x, cut, algorithm)
+            case "reduce_scatter_own":
+                return only_own(self._scatter(x, cut, algorithm), cut, self.rank)
+        raise AssertionError(step.action)
+
+    def all_reduce(self, x: Tensor, op: str, algorithm: str) -> Tensor:
+        return collectives.all_reduce(
+            x.contiguous().clone(), self.group, algorithm=algorithm, op=op
+        )
+
+    def _gather(self, x: Tensor, cut: Cut, algorithm: str) -> Tensor:
+        rows = x.movedim(cut.dim, 0).contiguous()
+        sizes = cut.counts()
+        whole = collectives.all_gather(rows, sizes, self.group, algorithm=algorithm)
+        parts = [p.movedim(0, cut.dim) for p in whole.split(list(sizes))]
+        return assemble(parts, cut).contiguous()
+
+    def _scatter(self, x: Tensor, cut: Cut, algorithm: str) -> Tensor:
+        rows = x.movedim(cut.dim, 0)
+        by_rank = torch.cat([take(rows, 0, ranges) for ranges in cut.rows]).contiguous()
+        sizes = [count(ranges) for ranges in cut.rows]
+        mine = collectives.reduce_scatter(by_rank, sizes, self.group, algorithm=algorithm)
+        return mine.movedim(0, cut.dim)
+
+
+class MoveModule(nn.Module):
+    """A site of the partitioned graph, with its dual on the way back."""
+
+    def __init__(self, site: Site, transport: Transport, forward: str, backward: str):
+        super().__init__()
+        self.site, self.transport = site, transport
+        self.algorithms = (forward, backward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.site.grad and torch.is_grad_enabled() and x.requires_grad:
+            return _Move.apply(x, self)  # type: ignore[no-any-return]
+        c = self.site.conversion
+        return self.transport.run(c.forward, x, c.cut, self.algorithms[0])
+
+    def extra_repr(self) -> str:
+        return f"{self.site.conversion} of {self.site.source}"
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: MoveModule) -> Tensor:
+        ctx.module = module
+        c = module.site.conversion
+        out = module.transport.run(c.forward, x, c.cut, module.algorithms[0])
+        return out.view_as(out) if out is x else out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        module = ctx.module
+        c = module.site.conversion
+        return module.transport.run(c.backward, grad, c.cut, module.algorithms[1]), None
