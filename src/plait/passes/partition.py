@@ -79,6 +79,7 @@ class Emitter:
     _own: dict[fx.Node, tuple[fx.Node, Layout]] = field(default_factory=dict)
     _tables: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
     _seed: fx.Node | None = None
+    _draws: bool = False
     _salts: int = 0
     _current: fx.Node | None = None
 
@@ -151,6 +152,7 @@ class Emitter:
     def run(self) -> Local:
         shares = []
         weights = {w.node: w for w in self.program.weights}
+        self._draws = any(is_random(n) for n in self.program.graph.nodes)
         for node in self.program.graph.nodes:
             self._current = node
             if node.op == "placeholder":
@@ -163,9 +165,7 @@ class Emitter:
                 self._call(node)
             elif node.op == "output":
                 self._output(node)
-        random = any(is_random(n) for n in self.program.graph.nodes)
-        self.graph.lint()
-        return Local(self.rank, self.graph, tuple(shares), self.sites, self.constants, random)
+        return Local(self.rank, self.graph, tuple(shares), self.sites, self.constants, self._draws)
 
     def _weight(self, node: fx.Node, weight: Weight) -> Share:
         layout = self.strategies[node].results[0]
@@ -179,7 +179,7 @@ class Emitter:
 
     def _place_seed(self) -> None:
         """One more placeholder, after the last, if anything draws."""
-        if self._seed is None and any(is_random(n) for n in self.program.graph.nodes):
+        if self._seed is None and self._draws:
             self._seed = self.graph.placeholder("plait_seed")
 
     def _set(self, node: fx.Node, x: fx.Node, layout: Layout) -> None:

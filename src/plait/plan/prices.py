@@ -81,7 +81,7 @@ class CostPrices:
             return max(reads, LARGE_WEIGHT_REDUCTIONS * dearest)
         dim = strategy.split.dim(choice.results[0])
         assert dim is not None
-        held = max(strategy.split.size(choice.results[0][dim], r) for r in range(self.n))
+        held = max(strategy.split.sizes(choice.results[0][dim]))
         share = held / choice.results[0][dim].size
         price = WHOLE_WEIGHT_READS * nbytes / self.rates.bandwidth * (share - 1 / self.n)
         if choice.grad and not strategy.split.disjoint(choice.results[0][dim]):
@@ -149,7 +149,7 @@ def _cuts(strategy: Strategy, f: object) -> bool:
 
 def _held(strategy: Strategy, f: object, n: int) -> int:
     assert strategy.split is not None
-    return max(strategy.split.size(f, r) for r in range(n))  # type: ignore[arg-type]
+    return max(strategy.split.sizes(f))  # type: ignore[arg-type]
 
 
 def _share(dims: Dims, strategy: Strategy, n: int) -> float:

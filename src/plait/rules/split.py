@@ -46,7 +46,20 @@ class Split:
         return f"{self.name}: {' '.join(map(str, self.bounds))}"
 
     def touches(self, f: Factor) -> bool:
-        return any(atom in self._set for atom in atoms(f))
+        """Whether the split cuts `f`. Remembered, for it is asked of every dim of every value;
+        factors no longer change once splits are made."""
+        known = self._touched.get(f)
+        if known is None:
+            known = self._touched[f] = any(atom in self._set for atom in atoms(f))
+        return known
+
+    @cached_property
+    def _touched(self) -> dict[Factor, bool]:
+        return {}
+
+    @cached_property
+    def _sizes(self) -> dict[Factor, tuple[int, ...]]:
+        return {}
 
     @cached_property
     def _set(self) -> frozenset[Factor]:
@@ -121,7 +134,17 @@ class Split:
 
     def size(self, f: Factor, rank: int) -> int:
         """The local size of a dim."""
+        return self.sizes(f)[rank]
+
+    def sizes(self, f: Factor) -> tuple[int, ...]:
+        """The local sizes of a dim, by rank."""
         f = f.root()
+        known = self._sizes.get(f)
+        if known is None:
+            known = self._sizes[f] = tuple(self._size(f, r) for r in range(self.ranks))
+        return known
+
+    def _size(self, f: Factor, rank: int) -> int:
         if not self.touches(f):
             return f.size
         if f.kind == "sum":
@@ -137,8 +160,7 @@ class Split:
 
     def disjoint(self, f: Factor) -> bool:
         """Whether no row of the dim is held twice."""
-        held = sum(self.size(f, r) for r in range(self.ranks))
-        return held == f.size
+        return sum(self.sizes(f)) == f.size
 
 
 def _merge(ranges: list[tuple[int, int]]) -> Ranges:
