@@ -111,8 +111,8 @@ def signals(device: torch.device) -> Table:
     table: Table = {}
     workspace = Workspace.on_group(4 << 20, group(), device)
     data = workspace.buffer((H,), BF16, fill=0)
-    channels = {"stream": workspace.channel(StreamSignals()), "kernel": workspace.channel(KernelSignals())}
-    there = workspace.channel(StreamSignals())
+    channels = {n: workspace.channel(signals=s()) for n, s in (("stream", StreamSignals), ("kernel", KernelSignals))}
+    there = workspace.channel(signals=StreamSignals())
     workspace.ready()
     peer = (workspace.rank + 1) % workspace.ranks
     into = torch.zeros(H, device=device, dtype=BF16)

@@ -188,18 +188,20 @@ def one_block(workspace: Any, device: torch.device, from_kernel: bool) -> None:
         compute = Lane.current(device)
         for lane in ring.lanes():
             lane.after(compute.mark())
-        ring.rows.own.copy_(x[bounds[rank] : bounds[rank + 1]])
+        ring.open(compute)
+        ring.rows.buffer.local.copy_(x)
         residual.copy_(ring.rows.own)
-        ring.put(compute, ring.gathered)
-        events = ring.gather()
+        events: Any = {}
         for _ in range(2):
             gather_matmul(ring, ups[rank], hidden, compute, events)
             events = matmul_scatter(ring, hidden, downs[rank], compute)
             finish(ring, residual, scale, None, compute, events, eps=1e-5, kind="rms",
                    from_kernel=from_kernel)
             events = ring.gather()
-        compute.after(*events.values(), *(lane.mark() for lane in ring.lanes()))
+        compute.after(*events.values())
         result.copy_(ring.rows.buffer.local)
+        ring.close(events)
+        compute.after(*(lane.mark() for lane in ring.lanes()))
 
     repeat(step, device, 50)
     stream, out = x.double(), x.double()
@@ -210,6 +212,33 @@ def one_block(workspace: Any, device: torch.device, from_kernel: bool) -> None:
         out = normed(stream, scale, None, "rms")
     close(result, out)
 
+
+
+def exchange(workspace: Any, device: torch.device) -> None:
+    from plait.runtime.kernels.exchange import Exchange
+    from plait.runtime.symmetric import Rows
+
+    ranks, rank, rows, width = workspace.ranks, workspace.rank, 37, WIDTHS[-1]
+    bounds = tuple(rows * r // ranks for r in range(ranks + 1))
+    own = slice(bounds[rank], bounds[rank + 1])
+    sums = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
+    out = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
+    trade = Exchange(workspace, programs=3)
+    workspace.ready()
+    parts, start = terms(ranks, rows, width, device), terms(1, rows, width, device, seed=9)[0]
+    weight = torch.linspace(0.5, 1.5, width).to(device, DTYPE)
+    residual, result = torch.empty_like(start[own]), torch.empty_like(start)
+
+    def step() -> None:
+        residual.copy_(start[own])
+        sums.buffer.local.copy_(parts[rank])
+        trade.all_reduce_norm(sums, residual, weight, eps=1e-5, kind="rms", rows_out=out)
+        result.copy_(out.buffer.local)
+
+    repeat(step, device, 50)
+    total = (in_order(parts).float() + start.float()).to(DTYPE)
+    assert torch.equal(residual, total[own])
+    close(result, normed(total, weight, None, "rms"))
 
 
 def delayed(workspace: Any, device: torch.device) -> None:
@@ -234,7 +263,7 @@ def delayed(workspace: Any, device: torch.device) -> None:
         assert torch.equal(out, in_order(parts)), turn
 
 
-JOBS = [one_shot, one_shot_nan, two_shot, copy_engine, block, delayed]
+JOBS = [one_shot, one_shot_nan, two_shot, exchange, copy_engine, block, delayed]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -31,8 +31,9 @@ class Ring:
 
     rows: Rows  # normalised rows, whole after a gather
     terms: Terms
-    gathered: Channel
-    collected: Channel
+    gathered: Channel  # the owner's rows are written
+    collected: Channel  # the terms are written
+    released: Channel  # the rows have been read for the last time; full at the start
     arrivals: Tensor
     pulls: Lane
     puts: Lane
@@ -44,18 +45,29 @@ class Ring:
         terms = Terms.of(Rows(workspace.buffer(shape, dtype, fill=0), bounds))
         device = rows.own.device
         return cls(
-            rows, terms, workspace.channel(), workspace.channel(), workspace.arrivals(),
-            Lane.beside(device), Lane.beside(device),
+            rows, terms, workspace.channel(), workspace.channel(),
+            workspace.channel(full=True), workspace.arrivals(), Lane.beside(device), Lane.beside(device),
         )
 
     @staticmethod
     def nbytes(rows: int, width: int, dtype: torch.dtype, ranks: int) -> int:
         from plait.runtime.symmetric import bytes_for
 
-        return bytes_for(((rows, width), dtype), ((rows, width), dtype), channels=2, ranks=ranks)
+        return bytes_for(((rows, width), dtype), ((rows, width), dtype), channels=3, ranks=ranks)
 
     def lanes(self) -> tuple[Lane, Lane]:
         return self.pulls, self.puts
+
+    def open(self, compute: Lane) -> None:
+        """Before the first write into `rows` of a step: the peers' last reads were in the step before."""
+        with compute():
+            self.released.wait()
+
+    def close(self, events: Events) -> None:
+        """After the last gather of a step."""
+        self.pulls.after(*events.values())
+        with self.pulls():
+            self.released.put()
 
     def put(self, compute: Lane, channel: Channel, ranks: Sequence[int] | None = None) -> None:
         """Tell `ranks` that what `compute` wrote so far is there, without holding `compute` up."""

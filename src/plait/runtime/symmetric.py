@@ -11,7 +11,8 @@ A flag is empty or full. `put` fills it at the consumer, `wait` waits until it i
 so a captured graph is replayed without resets and holds no numbers of turns. The rule for a reuse
 of a channel or of a buffer: between two puts, the producer must have waited for something that the
 consumer put after its wait (and after its last read of the data). All-gathers and reduce-scatters that
-alternate on one value fulfil it by themselves; elsewhere the consumer puts back on a second channel.
+alternate on one value fulfil it by themselves; elsewhere the consumer puts back on a second channel,
+which starts full.
 
 Three ways to signal, one protocol, so that they can be mixed on one channel:
 
@@ -164,8 +165,9 @@ class Workspace:
             self.on_reset(lambda: buffer.local.fill_(fill))
         return buffer
 
-    def channel(self, signals: Signals | None = None) -> Channel:
-        flags = self.buffer((self.ranks, ALIGN // 4), torch.int32, fill=0)
+    def channel(self, *, full: bool = False, signals: Signals | None = None) -> Channel:
+        """A new channel; `full`: the first wait on it passes, as if every rank had put."""
+        flags = self.buffer((self.ranks, ALIGN // 4), torch.int32, fill=int(full))
         return Channel(flags, signals or self.signals)
 
     def arrivals(self) -> Tensor:

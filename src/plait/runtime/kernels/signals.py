@@ -40,6 +40,17 @@ def fill_when_last(arrivals, flags):
 
 
 @triton.jit
+def meet(flags, phase, RANK: tl.constexpr):
+    """This program and its namesakes on all ranks have come here; `flags`: [phases, programs, ranks]."""
+    RANKS: tl.constexpr = len(flags)
+    row = (phase * tl.num_programs(0) + tl.program_id(0)) * RANKS
+    for step in tl.static_range(1, RANKS):
+        fill(flags[(RANK + step) % RANKS] + row + RANK)
+    for step in tl.static_range(1, RANKS):
+        drain(flags[RANK] + row + (RANK + step) % RANKS)
+
+
+@triton.jit
 def fill_kernel(flags):
     for i in tl.static_range(len(flags)):
         fill(flags[i])

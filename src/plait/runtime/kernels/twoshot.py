@@ -16,24 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from plait.runtime.kernels.signals import drain, fill
+from plait.runtime.kernels.signals import meet
 
 if TYPE_CHECKING:
     from plait.runtime.symmetric import Buffer, Workspace
 
 BLOCK, WARPS = 4096, 16
 PROGRAMS = 64  # at most as many as multiprocessors: they wait for each other across ranks
-
-
-@triton.jit
-def meet(flags, phase, RANK: tl.constexpr):
-    """This program and its namesakes on all ranks have come here."""
-    RANKS: tl.constexpr = len(flags)
-    row = (phase * tl.num_programs(0) + tl.program_id(0)) * RANKS
-    for step in tl.static_range(1, RANKS):
-        fill(flags[(RANK + step) % RANKS] + row + RANK)
-    for step in tl.static_range(1, RANKS):
-        drain(flags[RANK] + row + (RANK + step) % RANKS)
 
 
 @triton.jit
