@@ -1,0 +1,181 @@
+"""The command line: one function per command.
+
+    plait run smollm2 --nproc 2 --prompt "What is the capital of France?"
+    plait plan ./llama --cluster dgx-h100 --tp 8
+    plait explain ./llama --cluster dgx-h100 --tp 8
+    plait verify package.module:function --nproc 2
+    plait rules
+
+Imports are inside the commands, so that none waits for what another needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from plait.plan.plan import Plan
+
+_ABOUT = "Splits an ordinary PyTorch model over many devices."
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=_ABOUT)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="a folder, a GGUF file, a hub id, module:function, or smollm2", metavar="MODEL"
+    ),
+]
+Nproc = Annotated[int, typer.Option(help="local processes, one for each rank", min=1)]
+Algorithm = Annotated[str, typer.Option(help="of every collective: auto, native, ring, tree ...")]
+Cluster = Annotated[str, typer.Option(help="a preset, for example dgx-h100 or dgx-h100[2x8]")]
+Tp = Annotated[str, typer.Option(help="ranks of tensor parallelism, or auto: all of the cluster")]
+Batch = Annotated[int, typer.Option(help="rows of the example input", min=1)]
+Length = Annotated[int, typer.Option(help="tokens of the example input", min=1)]
+Training = Annotated[bool, typer.Option("--training", help="with gradients")]
+
+
+@app.command()
+def run(
+    model: Model,
+    nproc: Nproc = 2,
+    prompt: Annotated[str | None, typer.Option(help="ask a language model")] = None,
+    max_tokens: Annotated[int, typer.Option(help="of the answer, at most", min=1)] = 64,
+    algorithm: Algorithm = "auto",
+) -> None:
+    """Split MODEL over local processes, answer a prompt or call it; compare with one process."""
+    from plait import generate, models
+    from plait.runtime.processes import launch
+
+    found = models.resolve(model, say=_say)
+    launch(generate.run, nproc, generate.Request(found, prompt, max_tokens, algorithm))
+
+
+@app.command()
+def plan(
+    model: Model,
+    cluster: Cluster,
+    tp: Tp = "auto",
+    batch: Batch = 1,
+    length: Length = 4096,
+    training: Training = False,
+    algorithm: Algorithm = "auto",
+    dtype: Annotated[str, typer.Option(help="of the weights: float32, bfloat16 ...")] = "bfloat16",
+    save: Annotated[Path | None, typer.Option(help="write the plan as JSON")] = None,
+) -> None:
+    """Plan MODEL for a described machine: no processes, no devices and no weights."""
+    from plait.report import tables
+
+    made = _planned(model, cluster, tp, batch, length, training, algorithm, dtype)
+    tables.show(tables.plan_table(made, f"{model} on {made.cluster}"), *tables.predictions(made))
+    if save is not None:
+        save.write_text(made.to_json())
+
+
+@app.command()
+def explain(
+    model: Model,
+    cluster: Cluster,
+    tp: Tp = "auto",
+    batch: Batch = 1,
+    length: Length = 4096,
+    training: Training = False,
+    algorithm: Algorithm = "auto",
+    dtype: Annotated[str, typer.Option(help="of the weights: float32, bfloat16 ...")] = "bfloat16",
+) -> None:
+    """Every split, every collective and what stays whole, with the reasons, name by name."""
+    from plait.report.explain import explain as words
+
+    print(words(_planned(model, cluster, tp, batch, length, training, algorithm, dtype)))
+
+
+@app.command()
+def verify(
+    model: Model,
+    nproc: Nproc = 2,
+    inference: Annotated[bool, typer.Option("--inference", help="outputs alone")] = False,
+    batch: Batch = 2,
+    length: Length = 13,
+    algorithm: Algorithm = "auto",
+) -> None:
+    """Compare outputs and gradients with the unsharded model; exit code 1 where any differs."""
+    from plait import models
+    from plait.runtime.processes import launch
+    from plait.verify import Request
+    from plait.verify import verify as work
+
+    found = models.resolve(model, say=_say)
+    launch(work, nproc, Request(found, not inference, batch, length, algorithm))
+
+
+@app.command()
+def rules() -> None:
+    """The equation table: every operator that can be split, and how."""
+    from plait.report import tables
+    from plait.rules import aten
+
+    tables.show(tables.rules_table(aten.lines()))
+
+
+@app.command()
+def clusters() -> None:
+    """The machines that --cluster knows."""
+    from plait.cluster import presets
+
+    print("\n".join(presets.names()))
+
+
+def main() -> None:
+    """A user's mistake is one line on the terminal, not a traceback."""
+    from plait.errors import PlaitError
+
+    try:
+        app()
+    except PlaitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _planned(
+    model: str,
+    cluster: str,
+    tp: str,
+    batch: int,
+    length: int,
+    training: bool,
+    algorithm: str,
+    dtype: str,
+) -> Plan:
+    import torch
+
+    from plait import models
+    from plait.api import plan as make_plan
+    from plait.cluster import Cluster
+    from plait.errors import InputError
+
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise InputError(f"--dtype {dtype}: no such dtype; bfloat16, float16 and float32 are some")
+    if tp != "auto" and not tp.isdigit():
+        raise InputError(f"--tp {tp}: a number of ranks, or auto")
+    machine = Cluster.of(cluster)
+    ranks = machine.size if tp == "auto" else int(tp)
+    found = models.resolve(model, weights=False, say=_say)
+    example = models.build(found, batch=batch, length=length, device="meta", dtype=kind)
+    return make_plan(
+        example.model,
+        example.args,
+        example.kwargs,
+        cluster=machine.subset(range(ranks)) if ranks < machine.size else machine,
+        tp=ranks,
+        training=training,
+        algorithm=algorithm,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

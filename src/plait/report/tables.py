@@ -1,0 +1,191 @@
+"""Tables for the terminal: what `plait run`, `plait plan` and `plait rules` print."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import FunctionType
+from typing import TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from plait.collectives import algorithms, ledger
+from plait.plan.plan import Placed, Plan
+
+Row = TypeVar("Row", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `plait run` found; `unit` is a token or a call."""
+
+    model: str
+    plan: Plan
+    memory: Sequence[int]  # bytes of weights by rank
+    memory_alone: int
+    seconds: float
+    seconds_alone: float
+    unit: str
+    same: bool
+    claim: str
+    detail: str
+
+
+def run_table(outcome: Outcome) -> Table:
+    """How the model was split, what was sent, memory and time against one process, the claim."""
+    table = plan_table(outcome.plan, f"{outcome.model} on {outcome.plan.tp} processes")
+    table.add_section()
+    memory = by_rank(outcome.memory, size)
+    table.add_row(
+        "memory", "of weights, by rank", "", f"{memory}; one process {size(outcome.memory_alone)}"
+    )
+    ratio = outcome.seconds / outcome.seconds_alone if outcome.seconds_alone else float("nan")
+    ours, alone = duration(outcome.seconds), duration(outcome.seconds_alone)
+    table.add_row("time", f"per {outcome.unit}", "", f"{ours}; one process {alone} ({ratio:.2f}x)")
+    answer = "yes" if outcome.same else "no"
+    detail = f" ({outcome.detail})" if outcome.detail else ""
+    table.add_row("check", f"{outcome.claim}: {answer}{detail}", "", "")
+    return table
+
+
+def plan_table(plan: Plan, title: str) -> Table:
+    """The weights' layouts and the collectives; repeated layers in one row."""
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", show_edge=False)
+    for column in ("what", "how", "times", "bytes"):
+        table.add_column(column, justify="right" if column == "times" else "left", overflow="fold")
+    for (name, layout), count in counted(
+        (pattern(n), _share(how, plan)) for n, how in plan.weights.items()
+    ):
+        table.add_row(name, layout, str(count), "")
+    weights = by_rank(plan.bytes_per_rank, size)
+    table.add_row("all weights", "by rank", "", f"{weights} of {size(plan.bytes_whole)}")
+    table.add_section()
+    for (what, how, each), count in counted(map(_collective, plan.collectives)):
+        table.add_row(what, how, str(count), f"{size(each)} each, {size(each * count)} in all")
+    table.add_row("all collectives", "sent by rank", str(len(plan.collectives)), _sent(plan))
+    if plan.whole:
+        table.add_section()
+    reasons = counted(reason for reason in plan.whole.values())
+    for reason, count in reasons:
+        table.add_row("whole on every rank", reason, str(count), "")
+    return table
+
+
+def rules_table(lines: Iterable[tuple[str, object]]) -> Table:
+    """The equation table, a row for each rule."""
+    table = Table(box=box.SIMPLE, show_edge=False)
+    table.add_column("operators", overflow="fold", ratio=1)
+    table.add_column("equation", overflow="fold", ratio=1)
+    for names, rule in lines:
+        table.add_row(escape(names.replace(".default", "")), escape(_spelled(rule)))
+    return table
+
+
+def predictions(plan: Plan) -> Iterator[str]:
+    """The lines under a plan's table: what it should cost on the described machine."""
+    yield f"predicted {duration(plan.seconds)} a call on {plan.cluster}"
+    yield f"one device {duration(plan.seconds_alone)}"
+    spent = sum(p.seconds for p in plan.collectives)
+    yield f"in collectives {duration(spent)} of it"
+    yield from (f"note: {note}" for note in plan.notes)
+
+
+def show(*parts: Table | str) -> None:
+    """To the terminal, in its own width; wide enough for a line elsewhere."""
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console = Console(width=160, highlight=False)
+    console.print()
+    for part in parts:
+        console.print(part)
+
+
+def _share(layout: str, plan: Plan) -> str:
+    """`shard(f7) on dim 0` -> `dim 0 in 2 equal parts`, or `dim 0 as 6 + 3` of the split's rows."""
+    found = re.fullmatch(r"shard\((.*)\) on dim (\d+)", layout)
+    if found is None or found[1] not in plan.splits:
+        return layout
+    bounds = [int(b) for b in plan.splits[found[1]].split(": ")[1].split()]
+    parts = [b - a for a, b in pairwise(bounds)]
+    how = (
+        f"in {len(parts)} equal parts"
+        if len(set(parts)) == 1
+        else f"as {' + '.join(map(str, parts))}"
+    )
+    return f"dim {found[2]} {how}"
+
+
+def _collective(placed: Placed) -> tuple[str, str, int]:
+    where = pattern(placed.module) or "the model"
+    return f"{placed.collective} in {where}", placed.algorithm, placed.nbytes
+
+
+def _sent(plan: Plan) -> str:
+    """Counted from the schedules; what the backend does by itself has none to count."""
+    total = [0] * plan.tp
+    own = 0
+    for placed in plan.collectives:
+        sent = _ledger(placed, plan.tp)
+        own += sent is None
+        total = [a + b for a, b in zip(total, sent or [0] * plan.tp, strict=True)]
+    text = by_rank(total, size)
+    return f"{text} and {own} by the backend's own algorithm" if own else text
+
+
+def _ledger(placed: Placed, ranks: int) -> Sequence[int] | None:
+    if placed.algorithm == "native" or ranks == 1:
+        return None if ranks > 1 else [0]
+    name = placed.algorithm if "[" in placed.algorithm else f"{placed.algorithm}[{ranks}]"
+    schedule = algorithms.build(f"{placed.collective} {name}")
+    return ledger.ledger(schedule, placed.nbytes).sent
+
+
+def _spelled(rule: object) -> str:
+    """An equation's text, or what a function that is a rule says of itself."""
+    if not isinstance(rule, FunctionType):
+        return str(rule)
+    if rule.__doc__:
+        return rule.__doc__.splitlines()[0]
+    made_by = rule.__qualname__.split(".")[0].replace("_", " ").strip()
+    cells = [cell.cell_contents for cell in rule.__closure__ or ()]
+    return " ".join([made_by, *(c for c in cells if isinstance(c, str))])
+
+
+# --- words ----------------------------------------------------------------------------------
+
+
+def pattern(name: str) -> str:
+    """`model.layers.17.mlp` -> `model.layers.*.mlp`: one row for what repeats."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def counted(rows: Iterable[Row]) -> list[tuple[Row, int]]:
+    """Each different row once, in order, with how often it comes."""
+    return list(Counter(rows).items())
+
+
+def by_rank(values: Sequence[int], word: Callable[[float], str]) -> str:
+    words = [word(v) for v in values]
+    return words[0] if len(set(words)) == 1 else " / ".join(words)
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that leaves one to three digits before the point."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale or unit == "us":
+            return f"{seconds / scale:.3g} {unit}"
+    raise AssertionError(seconds)
