@@ -32,6 +32,7 @@ from stack import EPS, KIND, Shape, layers_of, swiglu
 from timing import capture, chain, interleaved, start
 
 from plait.runtime.copy_engine import Lane, Terms, all_reduce
+from plait.runtime.kernels.exchange import Exchange
 from plait.runtime.kernels.norm import sum_norm
 from plait.runtime.kernels.oneshot import OneShot
 from plait.runtime.kernels.twoshot import TwoShot
@@ -50,10 +51,10 @@ def group() -> Any:
 def norm(device: torch.device) -> Table:
     table: Table = {}
     a, b = (torch.randn(2**28, device=device).to(BF16) for _ in range(2))
-    us = chain(lambda i: b.copy_(a), 4)
+    us = chain(lambda i: torch.neg(a, out=b), 4)  # copy_ would go by the copy engine, which is slower
     bandwidth = 4 * a.numel() / us * 1e-3
-    table["copy GB/s"] = bandwidth
-    del a, b
+    table["read and write GB/s"] = bandwidth
+    a = b = torch.empty(0)
     weight = torch.ones(H, device=device, dtype=BF16)
     for rows in (1, 128, 512, 1024, 4096, 8192):
         sets = max(1, min(6, 2**30 // (rows * H * 2 * 5)))
@@ -166,11 +167,16 @@ def reduce(device: torch.device) -> Table:
         partials = Rows(workspace.buffer((rows, H), BF16, fill=0), bounds)
         out = Rows(workspace.buffer((rows, H), BF16, fill=0), bounds)
         shots = {p: TwoShot(workspace, p) for p in (16, 32, 64, 128)}
+        trades = {p: Exchange(workspace, p) for p in (8, 16, 32, 64, 128)}
         channels, terms = (workspace.channel(), workspace.channel()), Terms.of(partials)
+        weight, residual = out.own.new_ones(H), torch.zeros_like(out.own)
         workspace.ready()
         length = 10
         row = {f"two-shot, {p} programs": chain(lambda i, s=s: s.all_reduce(partials.buffer), length)
                for p, s in shots.items()}
+        row |= {f"exchange, {p} programs": chain(
+            lambda i, e=e: e.all_reduce_norm(partials, residual, weight, eps=EPS, kind=KIND, rows_out=out),
+            length) for p, e in trades.items()}
         row["copy engine"] = chain(lambda i: all_reduce(terms, out, *channels), length)
         if dist.get_backend() != "gloo":
             y = symm_mem.empty((rows, H), dtype=BF16, device=device)
@@ -253,7 +259,7 @@ def decode(device: torch.device) -> Table:
 
 def row(device: torch.device) -> Table:
     """Rows 8192, columns 8192, K 16384 a rank; chunk bounds in blocks of 128 rows."""
-    rows, inner, table = 8192, 16384, {}
+    rows, inner, table, alive = 8192, 16384, {}, []
     x = torch.randn(rows, inner, device=device).to(BF16)
     weight = torch.randn(H, inner, device=device).to(BF16) / 128
     y = torch.empty(rows, H, device=device, dtype=BF16)
@@ -267,6 +273,7 @@ def row(device: torch.device) -> Table:
     for blocks in ([32, 32], [16] * 4, [33, 31], [33, 16, 11, 4], [33, 16, 8, 7], [33, 16, 8, 4, 3]):
         for beside in (False, True):
             chunked = Chunked(x, weight, blocks, device, beside)
+            alive.append(chunked)  # a graph does not keep the memory that it uses
             name = "-".join(map(str, blocks)) + (", sums beside" if beside else "")
             graphs[name] = capture(chunked)
             graphs[name].replay()

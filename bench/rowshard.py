@@ -5,6 +5,7 @@
     nccl, two_shot      blocking all-reduces in one CUDA graph
     beside              residual stream cut by rows; each transfer beside the matmul on the other rows
     parts               two parts of the sequence in flight, residual cut by rows within each
+    exchange            sum, norm and both transfers in one kernel on few multiprocessors
     *_floor             the same program, its transfers left out, data finite and random
 
 hidden = (nccl - t) / (nccl - nccl_floor), also against the best blocking row.
@@ -31,6 +32,7 @@ from stack import EPS, KIND, Layer, Shape, attend, layers_of, probe_attention, r
 from timing import capture, interleaved, spread, start
 
 from plait.runtime.copy_engine import Events, Lane
+from plait.runtime.kernels.exchange import Exchange
 from plait.runtime.kernels.norm import sum_norm
 from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
 from plait.runtime.symmetric import KernelSignals, Signals, StreamSignals, Workspace
@@ -120,6 +122,8 @@ class Part:
     compute: Lane
     transfers: bool
     x: Tensor
+    exchange: Exchange | None = None
+    side: Lane | None = None  # of the exchange; default: the compute lane itself
     residual: Tensor = field(init=False)
     events: Events = field(default_factory=dict)
 
@@ -129,10 +133,17 @@ class Part:
     def begin(self) -> None:
         """The first norm is on all rows: every rank has the input."""
         bounds, rank = self.ring.rows.bounds, self.ring.rows.rank
+        if self.transfers and self.exchange is None:
+            self.ring.open(self.compute)
         with self.compute():
             norm([self.x], None, self.work.model.layers[0].norm, None, self.ring.rows.buffer.local)
             self.residual.copy_(self.x[bounds[rank] : bounds[rank + 1]])
         self.events = {}
+
+    def end(self) -> None:
+        self.compute.after(*self.events.values())
+        if self.transfers and self.exchange is None:
+            self.ring.close(self.events)
 
     def first(self, block: int, pieces: bool = False) -> None:
         model, work = self.work.model, self.work
@@ -157,12 +168,20 @@ class Part:
                     torch.mm(x[a:b], weight.t(), out=ring.terms.partials.of(rank))
             else:
                 torch.mm(x, weight.t(), out=ring.terms.partials.buffer.local)
-                if self.transfers:
+                if self.transfers and self.exchange is None:
                     ring.put(self.compute, ring.collected)
                     self.events = ring.collect()
 
     def finish(self, block: int, from_kernel: bool) -> None:
         weight, ring = self.work.model.norm_after(block), self.ring
+        if self.exchange is not None:
+            side = self.side or self.compute
+            side.after(self.compute.mark())
+            with side():
+                self.exchange.all_reduce_norm(
+                    ring.terms.partials, self.residual, weight, eps=EPS, kind=KIND, rows_out=ring.rows)
+            self.events = {ring.rows.rank: side.mark()}
+            return
         with self.compute():
             if self.transfers:
                 finish(ring, self.residual, weight, None, self.compute, self.events,
@@ -178,18 +197,24 @@ class Sharded:
     def __init__(
         self, model: Model, x: Tensor, workspace: Workspace, cuts: list[int], *,
         streams: int = 1, transfers: bool = True, from_kernel: bool = False, tail: bool = True,
+        programs: int = 0, side: bool = False, first: int = 0, stagger: bool = False,
     ) -> None:
-        self.model, self.from_kernel, self.tail = model, from_kernel, tail
+        self.model, self.from_kernel, self.tail, self.stagger = model, from_kernel, tail, stagger
+        self.workspace, self.programs = workspace, programs
         qkv, ranks, device = qkv_rows(model), workspace.ranks, x.device
-        self.lanes = [Lane.beside(device, first=False) for _ in range(streams)]
+        self.lanes = [Lane.beside(device, first=i < first) for i in range(streams)]
+        self.sides: list[Lane] = []
         self.parts = []
         for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):
             bounds = [(hi - lo) * r // ranks for r in range(ranks + 1)]
             ring = Ring.of(workspace, bounds, model.shape.hidden, x.dtype)
             work, lane = Work(model, lo, hi, qkv), self.lanes[i % streams]
-            self.parts.append(Part(work, ring, lane, transfers, x[lo:hi]))
-        if not transfers:
-            self.randomise()
+            part = Part(work, ring, lane, transfers, x[lo:hi])
+            part.exchange = Exchange(workspace, programs) if programs else None
+            if side:
+                part.side = Lane.beside(device)
+                self.sides.append(part.side)
+            self.parts.append(part)
 
     def randomise(self) -> None:
         """What would have been pulled: finite, random, of the size that it has in a run."""
@@ -203,36 +228,58 @@ class Sharded:
 
     def __call__(self) -> None:
         main = Lane.current(self.parts[0].x.device)
-        lanes = [*self.lanes, *(lane for part in self.parts for lane in part.ring.lanes())]
+        lanes = [*self.lanes, *self.sides, *(lane for p in self.parts for lane in p.ring.lanes())]
         for lane in lanes:
             lane.after(main.mark())
         for part in self.parts:
             part.begin()
-        self.beside() if len(self.parts) == 1 else self.in_turn()
+        self.one_part() if len(self.parts) == 1 else self.in_turn()
         for part in self.parts:
-            main.after(*part.events.values())
+            part.end()
         for lane in lanes:
             main.after(lane.mark())
 
-    def beside(self) -> None:
+    def one_part(self) -> None:
         (part,) = self.parts
         for block in self.model.blocks:
-            part.first(block, pieces=True)
-            part.rest(block, pieces=True)
+            part.first(block, pieces=not self.programs)
+            part.rest(block, pieces=not self.programs)
             part.finish(block, self.from_kernel)
 
     def in_turn(self) -> None:
+        if self.programs:
+            self.alternate()
+        else:
+            self.interleave()
+
+    def alternate(self) -> None:
+        """a's block | b's block | ...; the exchange of each beside the other."""
+        a, b = self.parts
+        for block in self.model.blocks:
+            a.first(block)
+            keys = a.compute.mark()
+            a.rest(block)
+            a.finish(block, self.from_kernel)
+            if self.stagger and not block:
+                b.compute.after(a.compute.mark())
+            b.first(block)
+            if block % 2 == 0:
+                b.compute.after(keys)
+            b.rest(block)
+            b.finish(block, self.from_kernel)
+
+    def interleave(self) -> None:
         """a: first | b: finish of the block before | a: rest | b: first | a: finish | b: rest ..."""
         a, b = self.parts
         last = self.model.blocks[-1]
-        keys: Any = None
         for block in self.model.blocks:
             a.first(block)
-            if block % 2 == 0:
-                keys = a.compute.mark()
+            keys = a.compute.mark()
             if block:
                 b.finish(block - 1, self.from_kernel)
             a.rest(block)
+            if self.stagger and not block:
+                b.compute.after(a.compute.mark())
             b.first(block)
             if block % 2 == 0:
                 b.compute.after(keys)
@@ -258,7 +305,7 @@ def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: 
 
     group, ranks, t = dist.group.WORLD, dist.get_world_size(), model.shape.tokens
     assert group is not None
-    ring = Ring.nbytes(t, model.shape.hidden, x.dtype, ranks) + 65536
+    ring = Ring.nbytes(t, model.shape.hidden, x.dtype, ranks) + 262144
     half, result = [0, t // 2, t], {}
 
     def sharded(name: str, cuts: list[int], signals: Signals, **options: Any) -> None:
@@ -269,7 +316,6 @@ def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: 
         workspace.ready()
         if not options.get("transfers", True):
             run.randomise()
-        run.workspace = workspace  # type: ignore[attr-defined]
         result[name] = run
 
     def blocking(name: str, reduce: Callable[[Tensor], Any], y: Tensor) -> None:
@@ -285,20 +331,29 @@ def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: 
     blocking("nccl_floor", lambda y: None, torch.empty_like(x))
     stream, kernel = StreamSignals(), KernelSignals()
     sharded("beside", [0, t], stream)
-    sharded("beside_kernel_signals", [0, t], kernel, from_kernel=True)
     sharded("beside_floor", [0, t], stream, transfers=False)
     sharded("parts", half, stream)
-    sharded("parts_from_kernel", half, stream, from_kernel=True)
-    sharded("parts_kernel_signals", half, kernel, from_kernel=True)
-    sharded("parts_no_tail", half, stream, tail=False)
-    sharded("parts_two_streams", half, stream, streams=2)
     sharded("parts_floor", half, stream, transfers=False)
-    sharded("parts_two_streams_floor", half, stream, streams=2, transfers=False)
+    sharded("parts_2s", half, stream, streams=2)
+    sharded("parts_2s_first", half, stream, streams=2, first=1)
+    sharded("parts_2s_kernel_first", half, kernel, streams=2, first=1, from_kernel=True)
+    sharded("parts_2s_stagger", half, stream, streams=2, stagger=True)
+    sharded("parts_2s_floor", half, stream, streams=2, transfers=False)
+    for programs in (64, 128):
+        sharded(f"exchange_{programs}", [0, t], stream, programs=programs)
+    for programs in (16, 32):
+        sharded(f"exchange_{programs}_parts", half, stream, programs=programs, side=True)
+        sharded(f"exchange_{programs}_2s", half, stream, programs=programs, streams=2)
+        sharded(f"exchange_{programs}_2s_first", half, stream, programs=programs, streams=2, first=1)
+        sharded(f"exchange_{programs}_2s_side", half, stream, programs=programs, streams=2, side=True)
+        sharded(f"exchange_{programs}_2s_stagger", half, stream, programs=programs, streams=2, side=True,
+                stagger=True)
     return result
 
 
 def run(
-    tokens: int, share: int, layers: int, samples: int, only: set[str], device: torch.device, shared: bool
+    tokens: int, share: int, layers: int, samples: int, only: set[str],
+    device: torch.device, shared: bool, trace: Path | None,
 ) -> dict[str, Any]:
     shape = Shape.llama_70b(tokens, share, layers)
     weights, last = layers_of(shape, device, dist.get_rank())
@@ -333,7 +388,36 @@ def run(
         middle, low, high = spread(times)
         rows[name] |= {"ms": middle, "p10": low, "p90": high}
     hide(rows)
+    if trace is not None and tokens <= 2048:
+        timelines({n: graphs[n] for n in TRACED if n in graphs}, trace, tokens)
     return {"tokens": tokens, "share": share, "layers": layers, "replays": replays, "rows": rows}
+
+
+TRACED = ("nccl_floor", "beside", "parts_2s", "parts_2s_first", "exchange_16_2s_side")
+
+
+def timelines(graphs: dict[str, torch.cuda.CUDAGraph], folder: Path, tokens: int) -> None:
+    """One line a kernel or copy of the last of three replays: start, duration, stream, name."""
+    lines = []
+    for name, graph in graphs.items():
+        torch.cuda.synchronize()
+        dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+        path = folder / f"raw-{dist.get_rank()}.json"
+        profiler.export_chrome_trace(str(path))
+        events = [e for e in json.loads(path.read_text())["traceEvents"]
+                  if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        path.unlink()
+        events.sort(key=lambda e: e["ts"])
+        events = events[len(events) * 2 // 3 :]
+        lines.append(f"== {name}")
+        for e in events:
+            at = e["ts"] - events[0]["ts"]
+            lines.append(f"{at:9.1f} {e['dur']:7.1f} {e['args'].get('stream')} {e['name'][:48]}")
+    (folder / f"timeline-{tokens}-{dist.get_rank()}.txt").write_text("\n".join(lines))
 
 
 def hide(rows: dict[str, dict[str, Any]]) -> None:
@@ -363,6 +447,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=21)
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--trace", type=Path, help="folder for a timeline of each graph")
     options = parser.parse_args()
     rank, ranks, device = start()
     shared = torch.cuda.device_count() < ranks
@@ -371,7 +456,8 @@ def main() -> None:
         print(found, flush=True)
     results = []
     for tokens in options.tokens:
-        result = run(tokens, options.share, options.layers, options.samples, set(options.only), device, shared)
+        result = run(tokens, options.share, options.layers, options.samples, set(options.only),
+                     device, shared, options.trace)
         report(f"{tokens} tokens, 1/{options.share}, {ranks} ranks", result["rows"])
         results.append(result)
         if options.out and not rank:
