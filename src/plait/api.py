@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,7 +64,7 @@ def compile(
         group, _ = world()
     mesh = Mesh.of(tp, pp, dp, dist.get_world_size(group) if group is not None else 1)
     place = _device(model, device, group)
-    source = _Source(model, args, kwargs, dynamic, training)
+    source = _Source(_retyped(model, dtype), args, kwargs, dynamic, training)
     job = _Job(
         source=source,
         options=planner.Options(
@@ -191,6 +192,21 @@ def _load(
             value = tensors[weight.name]
             tensors[weight.name] = nn.Parameter(value, requires_grad=weight.requires_grad)
     return Holdings(shares, tensors, unused)
+
+
+def _retyped(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The model as capture should see it where parameters are to have another dtype.
+
+    A copy whose floating-point parameters are of `dtype` and hold no values; buffers keep theirs.
+    """
+    if dtype is None:
+        return model
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        if p.is_floating_point() and p.dtype != dtype:
+            empty = torch.empty_like(p, dtype=dtype)  # its pages are never touched
+            memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+    return copy.deepcopy(model, memo) if memo else model
 
 
 def _cluster(cluster: Cluster | str | None, mesh: Mesh) -> Cluster:

@@ -162,11 +162,10 @@ def dropout(
         if dim is not None:
             f = access.result[dim]
             rows.append((dim, f.size, split.ranges(f, e.rank)))
-    p = bound["p"]
-    train = bound.get("train")
-    if train is False or p == 0:
-        return xs[0]
-    return e.call(ops.dropout, xs[0], p, e.seed(), e.salt(), tuple(rows))
+    p = 0.0 if bound.get("train") is False else bound["p"]
+    pair = node.target is aten.native_dropout.default
+    target = ops.native_dropout if pair else ops.dropout
+    return e.call(target, xs[0], p, e.seed(), e.salt(), tuple(rows))
 
 
 def is_random(node: fx.Node) -> bool:

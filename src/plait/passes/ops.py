@@ -75,10 +75,16 @@ def _mix(z: Tensor) -> Tensor:
 
 def dropout(x: Tensor, p: float, seed: Tensor, salt: int, rows: Rows) -> Tensor:
     """Zero with probability `p`, the rest scaled by 1 / (1 - p); drawn by global element index."""
-    if p >= 1:
-        return x * 0
+    return native_dropout(x, p, seed, salt, rows)[0]
+
+
+def native_dropout(
+    x: Tensor, p: float, seed: Tensor, salt: int, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """`dropout`, and which elements it kept."""
     keep = uniform(x.detach(), seed, salt, rows) >= p
-    return x * (keep.to(x.dtype) * (1.0 / (1.0 - p)))
+    scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+    return x * (keep.to(x.dtype) * scale), keep
 
 
 def nll(lse: Tensor, picked: Tensor, mean: Tensor | None, target: Tensor, options: str) -> Tensor:

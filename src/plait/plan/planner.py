@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from plait.cluster import Cluster
 from plait.cost.comm import choose
@@ -118,8 +118,6 @@ def pick(options: Options, kind: str, nbytes: float, site: str = "") -> tuple[st
 
 
 def _hold(problem: Problem, fixed: Mapping[str, str]) -> None:
-    from dataclasses import replace
-
     for node, choice in problem.choices.items():
         wanted = fixed.get(node.name) if choice.weight else None
         if wanted is None:
@@ -162,9 +160,7 @@ def _planned(
             share.weight.name: _spell_share(share.layout, share.dims) for share in first.shares
         },
         collectives=placed,
-        whole={
-            n.name: a.reason for n, a in description.accesses.items() if a.reason and _heavy(n)
-        },
+        whole={n.name: a.reason for n, a in description.accesses.items() if a.reason},
         bytes_per_rank=tuple(_stored(first, r) for r in range(options.tp)),
         bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
         seconds=work + sum(p.seconds for p in placed),
@@ -207,7 +203,3 @@ def _stored(local: Local, rank: int) -> int:
         total += round(prod(share.weight.shape) * rows) * share.weight.dtype.itemsize
     return total
 
-
-def _heavy(node: fx.Node) -> bool:
-    """Worth a line in the report: an operator on a tensor."""
-    return isinstance(node.meta.get("val"), Tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ PROGRAMS = 16  # forms of call that are kept
 
 @dataclass
 class Holdings:
-    """This rank's weights: `tensors` by first name, with what share of each it is."""
+    """This rank's weights: what share of each, and `tensors` by first name until they are placed."""
 
     shares: dict[str, Share]
     tensors: dict[str, Tensor]
@@ -64,8 +65,10 @@ class Compiled(nn.Module):
         state["_agreement"] = agreement
         state["_recompile"] = recompile
         state["_state_names"] = tuple(state_names)
-        for weight, _ in holdings.weights():
-            _register(self, weight, holdings.tensors[weight.name])
+        state["_places"] = {
+            weight.name: _register(self, weight, holdings.tensors.pop(weight.name))
+            for weight, _ in holdings.weights()
+        }
         nn.Module.train(self, mode)
 
     # -- calling -----------------------------------------------------------------------------------
@@ -78,8 +81,8 @@ class Compiled(nn.Module):
             return executable(self._live(), leaves, seed)
 
     def _live(self) -> dict[str, Tensor]:
-        """Weights as they stand in the module: an optimizer or `.data = ` may have replaced them."""
-        return self._holdings.tensors
+        """Weights as they stand in the module now; `.to()` and assignments may have replaced them."""
+        return {name: place() for name, place in self._places.items()}
 
     def _executable(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
         """The program for this form of call, made on all ranks if it is new."""
@@ -125,11 +128,12 @@ class Compiled(nn.Module):
         by_name = {n: (w, cut) for w, cut in self._holdings.weights() for n in w.names}
         whole: dict[str, Tensor] = {}
         out: dict[str, Tensor] = {}
+        live = self._live()
         with self._agreement.guard("state_dict"), torch.no_grad():
             for name in self._state_names:
                 weight, cut = by_name[name]
                 if weight.name not in whole:
-                    value = self._whole(self._live()[weight.name].detach(), cut)
+                    value = self._whole(live[weight.name].detach(), cut)
                     keep = not rank0_only or self._transport.rank == 0
                     whole[weight.name] = value.cpu().clone() if keep else value.new_empty(0)
                 out[name] = whole[weight.name]
@@ -148,18 +152,20 @@ class Compiled(nn.Module):
             loading = locate(_within(weights, state, strict), source=source)
             rank = self._transport.rank
             parts = {w.name: part_of(w, cut, rank) for w, cut in self._holdings.weights()}
+            live = self._live()
             for name, value in loading.load(parts).items():
-                self._live()[name].copy_(value)
+                live[name].copy_(value)
         return nn.modules.module._IncompatibleKeys([], [])
 
     def gradients(self, device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
         """Whole gradients by the names of the model's `named_parameters()`; a collective."""
         out: dict[str, Tensor | None] = {}
+        live = self._live()
         with self._agreement.guard("gradients"), torch.no_grad():
             for weight, cut in self._holdings.weights():
                 if weight.kind != "parameter":
                     continue
-                grad = self._live()[weight.name].grad
+                grad = live[weight.name].grad
                 out[weight.name] = None if grad is None else self._whole(grad, cut).to(device).clone()
         return {n: out[n] for n in self._parameter_order() if n in out}
 
@@ -183,8 +189,9 @@ class Compiled(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over the whole model; equal on every rank."""
         grads = []
+        live = self._live()
         for weight, cut in self._holdings.weights():
-            grad = self._live()[weight.name].grad
+            grad = live[weight.name].grad
             if weight.kind == "parameter" and grad is not None:
                 grads.append((grad, _counted(grad, cut, self._transport.rank)))
         with self._agreement.guard("clip_grad_norm_"), torch.no_grad():
@@ -209,8 +216,11 @@ def _leaves(e: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
         return None
 
 
-def _register(root: nn.Module, weight: Weight, value: Tensor) -> None:
-    for name in weight.names:
+def _register(root: nn.Module, weight: Weight, value: Tensor) -> Callable[[], Tensor]:
+    """Put a weight where the model has it, under all its names; returns how to read it there."""
+    if weight.kind == "constant":
+        return lambda: value
+    for name in reversed(weight.names):
         *path, last = name.split(".")
         at = root
         for part in path:
@@ -222,8 +232,16 @@ def _register(root: nn.Module, weight: Weight, value: Tensor) -> None:
         if weight.kind == "parameter":
             assert isinstance(value, nn.Parameter)
             at.register_parameter(last, value)
-        elif weight.kind == "buffer":
+        else:
             at.register_buffer(last, value, persistent=weight.persistent)
+    table = at._parameters if weight.kind == "parameter" else at._buffers
+    return partial(_read, table, last)
+
+
+def _read(table: dict[str, Any], name: str) -> Tensor:
+    value = table[name]
+    assert isinstance(value, Tensor)
+    return value
 
 
 def part_of(weight: Weight, cut: Cut | None, rank: int) -> checkpoint.Part:

@@ -26,12 +26,15 @@ class Executable:
     local: Local
     module: fx.GraphModule
     patterns: tuple[Any, ...]  # per leaf of the call: a plain value, or a `Pattern`
+    device: torch.device
 
     def __call__(self, weights: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor) -> Any:
         """The user's outputs; mutated buffers in `weights` take their new values."""
         program = self.planned.program
         feed = [weights[share.weight.name] for share in self.local.shares]
-        feed += [x for x, i in zip(leaves, program.inputs, strict=True) if i.node is not None]
+        feed += [
+            x.to(self.device) for x, i in zip(leaves, program.inputs, strict=True) if i.node is not None
+        ]
         if self.local.seeded:
             feed.append(seed)
         flat = self.module(*feed)
@@ -84,7 +87,7 @@ def executable(
         root[name] = MoveModule(site, transport, forward, backward)
     _place(local.graph, device)
     module = fx.GraphModule(root, local.graph)
-    return Executable(planned, local, module, _patterns(planned))
+    return Executable(planned, local, module, _patterns(planned), device)
 
 
 def _place(graph: fx.Graph, device: torch.device) -> None:
