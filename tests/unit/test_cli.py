@@ -1,0 +1,81 @@
+"""The command line without processes: planning a described machine, and one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait import cli
+from plait.plan.plan import Plan
+
+MODULE = """
+import torch
+from torch import nn
+def f():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), (torch.randn(512, 64),)
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "climodel.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["plait", *words])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    code = caught.value.code
+    return code if isinstance(code, int) else 0
+
+
+def test_plan_and_explain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("climodel:f", "--cluster", "dgx-h100", "--tp", "2")
+    assert call(monkeypatch, "plan", *words, "--save", "plan.json") == 0
+    shown = capsys.readouterr().out
+    assert "climodel:f on dgx-h100[2]" in shown
+    assert "all weights" in shown
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert plan.tp == 2
+    assert json.loads(plan.to_json())["cluster"] == "dgx-h100[2]"
+    assert call(monkeypatch, "explain", *words) == 0
+    assert "tp=2 pp=1 dp=1 on dgx-h100[2]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan", "climodel:g", "--cluster", "dgx-h100"), "module 'climodel' has no 'g'"),
+        (("plan", "climodel:f", "--cluster", "nowhere"), "nowhere"),
+        (("plan", "climodel:f", "--cluster", "dgx-h100", "--tp", "some"), "--tp some: a number"),
+        (
+            ("plan", "climodel:f", "--cluster", "dgx-h100", "--dtype", "x"),
+            "--dtype x: no such dtype",
+        ),
+    ],
+)
+def test_a_mistake_is_a_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    assert call(monkeypatch, *words) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_rules_and_clusters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "rules") == 0
+    assert "scaled_dot_product_attention" in capsys.readouterr().out
+    assert call(monkeypatch, "clusters") == 0
+    assert "dgx-h100" in capsys.readouterr().out.splitlines()
