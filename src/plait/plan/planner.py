@@ -87,7 +87,9 @@ def rates(cluster: Cluster, program: Program) -> Rates:
     dtype = max(set(dtypes), key=dtypes.count) if dtypes else torch.float32
     device = cluster.device
     return Rates(
-        device.peak(str(dtype)) * device.tiles[0].share, device.bandwidth * device.memory_share
+        device.peak(str(dtype)) * device.tiles[0].share,
+        device.bandwidth * device.memory_share,
+        device.launch,
     )
 
 

@@ -30,16 +30,18 @@ WHOLE_WEIGHT_READS = 100.0
 # this many times the dearest reduction of the program.
 LARGE_WEIGHT = 0.01
 LARGE_WEIGHT_REDUCTIONS = 10.0
-# A local move (slice, pad, mask) is not free: ties go to the plan with fewer moves.
-LOCAL_MOVE = 1e-7
+# A move reads and writes its value once beside what its collective does, and takes a launch or more:
+# ties, and gains that no clock would see, go to the plan with fewer moves.
+MOVE_LAUNCHES = 4.0
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device: flop/s, bytes/s of its memory."""
+    """Of one device: flop/s, bytes/s of its memory, seconds from one short kernel to the next."""
 
     flops: float
     bandwidth: float
+    launch: float = 1e-6  # seconds
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class CostPrices:
         assert dim is not None
         held = max(strategy.split.sizes(choice.results[0][dim]))
         share = held / choice.results[0][dim].size
-        price = WHOLE_WEIGHT_READS * nbytes / self.rates.bandwidth * (share - 1 / self.n)
+        price = nbytes / self.rates.bandwidth * (share - 1 / self.n)
         if choice.grad and not strategy.split.disjoint(choice.results[0][dim]):
             price += self.collective("all_reduce", nbytes)
         return price
@@ -91,15 +93,13 @@ class CostPrices:
     def _work(self, choice: Choice, strategy: Strategy) -> float:
         access = choice.access
         assert access is not None
-        flops = _flops(choice)
+        flops = sum(_flops(letters, strategy) for letters in _products(choice))
         nbytes = sum(
-            _bytes(o.dims, _dtype(o)) * _share(o.dims, strategy, self.n) for o in access.operands
+            _bytes(o.dims, _dtype(o)) * _share(o.dims, strategy) for o in access.operands
         )
         for dims, dtype in zip(choice.results, choice.dtypes, strict=True):
-            nbytes += _bytes(dims, dtype) * _share(dims, strategy, self.n)
-        touched = [x.factor for x in access.letters if _cuts(strategy, x.factor)]
-        share = max((_held(strategy, f, self.n) / f.size for f in touched), default=1.0)
-        return max(flops * share / self.rates.flops, nbytes / self.rates.bandwidth)
+            nbytes += _bytes(dims, dtype) * _share(dims, strategy)
+        return max(flops / self.rates.flops, nbytes / self.rates.bandwidth)
 
     def _statistics(self, choice: Choice, strategy: Strategy) -> float:
         """The small reductions of a statistic over a split letter: two forward, two backward."""
@@ -122,11 +122,12 @@ class CostPrices:
             return None
         nbytes = _bytes(choice.results[choice.index], choice.dtypes[choice.index])
         forward, backward = kinds
-        price = LOCAL_MOVE
+        local = MOVE_LAUNCHES * self.rates.launch + 2 * nbytes / self.rates.bandwidth
+        price = 0.0 if (_kind(a), _kind(b)) == ("whole", "copied") else local
         if forward:
             price += self.collective(forward, nbytes)
-        if backward and choice.grad:
-            price += self.collective(backward, nbytes)
+        if choice.grad:
+            price += local + (self.collective(backward, nbytes) if backward else 0.0)
         return price
 
 
@@ -147,27 +148,34 @@ def _cuts(strategy: Strategy, f: object) -> bool:
     return strategy.split is not None and strategy.split.touches(f)  # type: ignore[arg-type]
 
 
-def _held(strategy: Strategy, f: object, n: int) -> int:
+def _held(strategy: Strategy, f: object) -> int:
     assert strategy.split is not None
     return max(strategy.split.sizes(f))  # type: ignore[arg-type]
 
 
-def _share(dims: Dims, strategy: Strategy, n: int) -> float:
+def _share(dims: Dims, strategy: Strategy) -> float:
     """The part of a value that the busiest rank holds."""
     if strategy.split is None:
         return 1.0
     dim = strategy.split.dim(dims)
-    return 1.0 if dim is None else _held(strategy, dims[dim], n) / dims[dim].size
+    return 1.0 if dim is None else _held(strategy, dims[dim]) / dims[dim].size
 
 
-def _flops(choice: Choice) -> float:
-    """2 x the product of all letters, for operators that sum products of operands."""
+def _products(choice: Choice) -> list[Dims]:
+    """The letters of every matrix product that an operator is: all of a linear's; of attention
+    `b h q d k` and `b h q k e`."""
     access = choice.access
     assert access is not None
-    name = str(choice.node.target)
-    summed = any(x.property == "sum" for x in access.letters) and len(access.operands) > 1
-    if not summed and "attention" not in name:
-        return 0.0
-    letters = {x.factor.root(): x.factor.size for x in access.letters if x.factor.size > 1}
-    products = 4.0 if "attention" in name else 2.0
-    return products * float(prod(letters.values()))
+    if "attention" in str(choice.node.target):
+        query, key = access.operands[0].dims, access.operands[1].dims
+        return [(*query, key[-2]), (*access.results[0], key[-2])]
+    if len(access.operands) < 2 or all(x.property != "sum" for x in access.letters):
+        return []
+    return [tuple({x.factor.root(): x.factor for x in access.letters}.values())]
+
+
+def _flops(letters: Dims, strategy: Strategy) -> float:
+    """Multiplications and additions of one product on the busiest rank."""
+    cut = [f for f in letters if _cuts(strategy, f)]
+    share = max(_held(strategy, f) / f.size for f in cut) if cut else 1.0
+    return 2.0 * share * float(prod(f.size for f in letters))
