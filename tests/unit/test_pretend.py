@@ -6,10 +6,13 @@ among all legal layouts, so that every move and its dual meet every operator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from plait.errors import PlaitError
+from plait.rules.moves import Cut, Step
 from tests import pretend
 from tests.cases import CASES, Case
 from tests.compare import demand, discrepancies, reference
@@ -70,16 +73,19 @@ def test_layouts_by_dice(case: Case, n: int, seed: int) -> None:
     prove(case, pretend.Dice(n, seed), n)
 
 
-def test_a_wrong_dual_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness can fail: a sum left out of the backward shows as a gradient."""
+@pytest.mark.parametrize("action", ["all_reduce", "reduce_scatter", "gather", "slice_own"])
+def test_a_wrong_move_would_be_seen(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+    """The harness can fail: one kind of move, forward or backward, gives twice its value."""
     from plait.passes import pretend as runner
 
-    case = CASES["b01_bias_after_the_sum"]
-    right = runner.together
+    right, met = runner.together, list[str]()
 
-    def wrong(step: object, xs: list[torch.Tensor], cut: object) -> object:
-        return list(xs) if getattr(step, "action", "") == "all_reduce" else right(step, xs, cut)
+    def wrong(step: Step, xs: Sequence[torch.Tensor], cut: Cut | None) -> list[torch.Tensor]:
+        met.append(step.action)
+        return [x * (2 if step.action == action else 1) for x in right(step, xs, cut)]
 
     monkeypatch.setattr(runner, "together", wrong)
     with pytest.raises(AssertionError, match="values differ"):
-        prove(case, pretend.Free(2), 2)
+        for seed in range(SEEDS):
+            prove(CASES["b17_gradient_needs_a_sum"], pretend.Dice(2, seed), 2)
+    assert action in met

@@ -1,0 +1,55 @@
+"""The cases on gloo: outputs, gradients, optimizer steps and modes, on every rank.
+
+Each case runs on every mesh it names in the full matrix; `make test` takes one mesh and one dtype a
+case, chosen so that every mesh size meets both dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from plait.errors import PlaitError
+from tests.cases import CASES, Case, Mesh
+from tests.gloo import prove
+from tests.gloo.harness import Failure, Pool, RanksFailed
+
+LARGEST = 8  # ranks of a pool
+DTYPES = (torch.float32, torch.float64)
+PIPELINE = pytest.mark.skip(reason="pipeline")
+
+
+def grid() -> Iterator[Any]:
+    """(case, mesh, dtype); what stands outside the covering subset is marked `full`."""
+    for i, case in enumerate(c for c in CASES.values() if c.exact):
+        meshes = [m for m in case.meshes if m.size <= LARGEST]
+        flat = [m for m in meshes if not m.pipeline]
+        chosen = flat[i % len(flat)] if flat else None
+        for mesh in meshes:
+            for k, dtype in enumerate(case.dtypes):
+                marks = [PIPELINE] if mesh.pipeline else []
+                if mesh != chosen or k != (i // 2) % len(case.dtypes):
+                    marks.append(pytest.mark.full)
+                name = str(dtype).removeprefix("torch.")
+                yield pytest.param(case, mesh, dtype, id=f"{case.id}-{mesh}-{name}", marks=marks)
+
+
+def ask(pool: Pool, body: Any, case: Case, mesh: Mesh, *args: Any) -> list[Any]:
+    """`body` on every rank; a refusal is right where the case allows one, made by all alike."""
+    answers = pool.ask(body, mesh.size, case.id, str(mesh), *args)
+    failures = [a for a in answers if isinstance(a, Failure)]
+    if case.right == "R2" and failures and all(isinstance(f.error, PlaitError) for f in failures):
+        assert len(failures) == mesh.size, f"only {len(failures)} of {mesh.size} ranks refused"
+        assert len({f.message for f in failures}) == 1, [f.message for f in failures]
+        pytest.skip(f"refused: {failures[0].message}")
+    if failures:
+        raise RanksFailed(failures, mesh.size)
+    return answers
+
+
+@pytest.mark.parametrize(("case", "mesh", "dtype"), grid())
+def test_right(pool: Pool, case: Case, mesh: Mesh, dtype: torch.dtype) -> None:
+    prove.alike(ask(pool, prove.right, case, mesh, dtype, {}))

@@ -1,0 +1,304 @@
+"""Randomness, modes, agreement between ranks, and the order of collectives, on gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.errors import InputError, PlaitError
+from tests.cases import CASES, Mesh
+from tests.compare import demand, differences, digest, plain
+from tests.gloo import prove
+from tests.gloo.harness import Failure, Pool
+
+# -- dropout ------------------------------------------------------------------------------------
+
+
+def masks(group: Any, name: str) -> dict[str, str]:
+    """What the two masks must satisfy: see the case."""
+    case = CASES[name]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(dist.get_world_size(group)), group)
+    (x,), _ = setup.inputs()
+    torch.manual_seed(5)
+    first, second = parts(x), parts(x)
+    torch.manual_seed(5)
+    again = parts(x)
+    for mask in (*first, *second):
+        assert set(mask.unique().tolist()) == {0.0, 2.0}, mask.unique()
+        assert 0.45 < (mask == 0).float().mean() < 0.55
+    inner, outer = first
+    n = dist.get_world_size(group)
+    blocks = inner.chunk(n, 1)
+    assert not any(torch.equal(a, b) for i, a in enumerate(blocks) for b in blocks[:i])
+    assert not torch.equal(inner, outer)
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    got = prove.run(parts, setup, True)
+    up = got.gradients["up.weight"]
+    assert up is not None
+    return {"first": digest(first), "second": digest(second), "gradients": digest(got.gradients)}
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_dropout_agrees_where_whole_and_differs_where_split(pool: Pool, n: int) -> None:
+    prove.alike(pool.run(masks, n, "b22_dropout"))
+
+
+def gradient_of_the_mask(group: Any) -> None:
+    """The backward drops what the forward dropped: out = mask * (w x), so dw follows the mask."""
+    case = CASES["b22_dropout"]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    (x,), _ = setup.inputs()
+    inner, _ = parts(x)
+    inner.sum().backward()
+    up = parts.gradients()["up.weight"]
+    assert up is not None
+    demand(differences(up, inner.detach().sum(0)[:, None].expand(64, 64), "up.weight"))
+
+
+def test_the_backward_of_dropout_uses_the_same_mask(pool: Pool) -> None:
+    pool.run(gradient_of_the_mask, 2)
+
+
+# -- train and eval -----------------------------------------------------------------------------
+
+
+def modes(group: Any, start: bool) -> dict[str, str]:
+    """Compiled in one mode, used in the other and back."""
+    case = CASES["b24_modes"]
+    setup = case.setup()
+    setup.model.train(start)
+    evaluated = replace(setup, model=setup.model.eval())
+    want = plain(evaluated, train=False).out
+    setup.model.train(start)
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    assert parts.training is start
+    (x,), _ = setup.inputs()
+    if start:
+        assert not torch.equal(parts(x), parts(x)), "dropout is off in train mode"
+        moved = dict(parts.state_dict())
+        assert not torch.equal(moved["2.running_mean"], setup.model.state_dict()["2.running_mean"])
+        parts.load_state_dict(setup.model.state_dict())
+    parts.eval()
+    before = digest(dict(parts.state_dict()))
+    first, second = parts(x), parts(x)
+    assert torch.equal(first, second), "dropout is on in eval mode"
+    demand(differences(first, want), about="eval")
+    assert digest(dict(parts.state_dict())) == before, "statistics moved in eval mode"
+    parts.train()
+    assert not torch.equal(parts(x), parts(x)), "dropout is off after train()"
+    parts.eval()
+    return {"first": digest(first)}
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_modes_switch(pool: Pool, start: bool) -> None:
+    prove.alike(pool.run(modes, 2, start))
+
+
+def statistics(group: Any) -> dict[str, str]:
+    """Batch norm in train mode: outputs, gradients and running statistics of one process."""
+    case = CASES["batch_norm_trains"]
+    setup = case.setup(torch.float64)
+    want = plain(setup)
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    got = prove.run(parts, setup, True)
+    state = parts.state_dict()
+    demand(
+        differences(got.out, want.out),
+        differences(got.gradients, want.gradients, "gradients"),
+        differences({n: state[n] for n in want.buffers}, want.buffers, "buffers"),
+    )
+    return prove.report(parts, setup.model, got)
+
+
+def test_running_statistics(pool: Pool) -> None:
+    prove.alike(pool.run(statistics, 2))
+
+
+# -- what ranks must agree on -------------------------------------------------------------------
+
+
+def late(group: Any) -> dict[str, str]:
+    if dist.get_rank(group) == 1:
+        time.sleep(2)
+    return prove.right(group, "b46_equal_branches", "tp2", torch.float32, {})
+
+
+def test_a_rank_may_compile_late(pool: Pool) -> None:
+    prove.alike(pool.run(late, 2))
+
+
+def other_figures(group: Any) -> dict[str, str]:
+    """Rank 1 believes in another machine: rank 0's plan is everyone's."""
+    cluster = "loopback[2]" if dist.get_rank(group) == 1 else prove.free(2)
+    return prove.right(group, "b46_equal_branches", "tp2", torch.float32, {"cluster": cluster})
+
+
+def test_ranks_with_other_figures_run_one_plan(pool: Pool) -> None:
+    answers = pool.ask(other_figures, 2)
+    if any(isinstance(a, Failure) for a in answers):
+        assert all(isinstance(a, Failure) and isinstance(a.error, PlaitError) for a in answers)
+    else:
+        prove.alike(answers)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from tests.gloo import prove
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+report = prove.right(None, "b46_equal_branches", "tp2", torch.float32, {})
+reports = [None] * dist.get_world_size()
+dist.all_gather_object(reports, report)
+prove.alike(reports)
+dist.destroy_process_group()
+"""
+
+
+def test_hash_seeds_may_differ(tmp_path: Path) -> None:
+    """Two processes of their own, as torchrun would start them."""
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "src")])
+    common = os.environ | {
+        "PYTHONPATH": path,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SCRIPT],
+            env=common | {"RANK": str(r), "LOCAL_RANK": str(r), "PYTHONHASHSEED": str(r + 1)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    texts = [p.communicate(timeout=90)[1] for p in started]
+    assert [p.returncode for p in started] == [0, 0], "\n".join(texts)[-3000:]
+
+
+def _port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def other_inputs(group: Any, what: str) -> None:
+    case = CASES["b01_bias_after_the_sum"]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    (x,), _ = setup.inputs()
+    if dist.get_rank(group) == 1:
+        changes = {"contents": x + 1, "shape": x[:3], "dtype": x.double()}
+        x = changes[what]
+    parts(x)
+
+
+@pytest.mark.parametrize("what", ["contents", "shape", "dtype"])
+def test_ranks_that_pass_other_inputs_raise(pool: Pool, what: str) -> None:
+    failures = pool.errors(other_inputs, 2, what)
+    assert all(isinstance(f.error, InputError) for f in failures), failures
+    assert len({f.message for f in failures}) == 1
+
+
+def flagged(group: Any, everywhere: bool) -> None:
+    """`fail` is set on the user's module after the compile, on one rank or on all."""
+    case = CASES["b47_one_rank_fails"]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    (x,), _ = setup.inputs()
+    parts(x)
+    if everywhere or dist.get_rank(group) == 1:
+        setup.model.fail = True
+    parts(x)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_flag_read_at_capture_is_compared(pool: Pool, everywhere: bool) -> None:
+    """Never the old value: the call captures again, and the user's error is told on every rank."""
+    failures = pool.errors(flagged, 2, everywhere)
+    assert all("bad input on this rank" in f.message or "fail" in f.message for f in failures)
+    assert all(isinstance(f.error, PlaitError) for f in failures), failures
+
+
+# -- order and repetition -----------------------------------------------------------------------
+
+
+def repeated(group: Any, count: int) -> dict[str, str]:
+    """The same call gives the same bits, also with one rank slow before every collective."""
+    case = CASES["b43_chain_of_collectives"]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    first = prove.run(parts, setup, True)
+    want = digest((first.out, first.gradients))
+    for i in range(count):
+        with slow(group, 0.02 if i % 10 == 9 else 0.0):
+            parts.zero_grad()
+            got = prove.run(parts, setup, True)
+        assert digest((got.out, got.gradients)) == want, f"run {i} differs"
+    return {"first": want}
+
+
+class slow:  # noqa: N801 - reads as a word
+    """A sleep on rank 1 before each collective that torch is asked for."""
+
+    NAMES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv")
+
+    def __init__(self, group: Any, seconds: float) -> None:
+        self.seconds = seconds if dist.get_rank(group) == 1 else 0.0
+        self.kept: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        for name in self.NAMES if self.seconds else ():
+            self.kept[name] = getattr(dist, name)
+            setattr(dist, name, self._wrap(self.kept[name]))
+
+    def _wrap(self, call: Any) -> Any:
+        def late(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(self.seconds)
+            return call(*args, **kwargs)
+
+        return late
+
+    def __exit__(self, *_: object) -> None:
+        for name, call in self.kept.items():
+            setattr(dist, name, call)
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.full)])
+def test_runs_are_the_same_bits(pool: Pool, count: int) -> None:
+    prove.alike(pool.run(repeated, 2, count, timeout=120))
+
+
+def sites(group: Any, name: str) -> list[Any]:
+    """The collectives of this rank's program, in order: op, whole shape, dtype."""
+    case = CASES[name]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(dist.get_world_size(group)), group)
+    return [(p.name, p.collective, p.nbytes, p.algorithm) for p in parts.plan.collectives]
+
+
+@pytest.mark.parametrize("name", ["b45_independent_reductions", "b46_equal_branches"])
+def test_one_order_of_collectives_for_all(pool: Pool, name: str) -> None:
+    lists = pool.run(sites, 4, name)
+    assert lists[0]
+    assert all(other == lists[0] for other in lists)

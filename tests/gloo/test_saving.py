@@ -1,0 +1,247 @@
+"""Weights in and out: whole tensors under the model's names, from and to any mesh."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import plait
+from plait.errors import PlaitError
+from tests.cases import CASES, Mesh, Setup
+from tests.cases.order import Rotated
+from tests.compare import EXACT, demand, differences, digest, discrepancies, reference, within
+from tests.gloo import prove
+from tests.gloo.harness import Pool
+
+SAVED = (
+    "b13_vocabulary_does_not_divide",
+    "b14_tied_embedding_and_head",
+    "b05_fused_qkv_in_by_out",
+    "b10_values_made_per_head",
+    "b56_parameter_of_one_row",
+    "groups_nine_over_three",
+    "buffers_that_move",
+)
+
+
+def round_trip(group: Any, name: str, tp: int, folder: str) -> None:
+    """Saved at tp, it loads in the plain module, and the other way round; then both step."""
+    case = CASES[name]
+    setup = case.setup(torch.float64)
+    parts = prove.compiled(case, setup, Mesh(tp), group)
+    train(parts, setup, 2)
+    parts.save(folder)
+    dist.barrier(group)
+    state = parts.state_dict()
+    plain = copy.deepcopy(setup.model)
+    plain.load_state_dict(state, strict=True)
+    demand(differences(dict(plain.state_dict()), dict(state), "loaded", EXACT), about=name)
+    assert list(state) == list(setup.model.state_dict())
+    written: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        written |= load_file(file)
+    for key, value in written.items():
+        demand(differences(value, state[key], f"file[{key!r}]", EXACT), about=name)
+    assert {id(state[k]) for k in written} == {id(v) for v in state.values()}, "names are missing"
+    again = prove.compiled(case, setup, Mesh(tp), group)
+    again.load_state_dict(plain.state_dict())
+    for module in (again, plain):
+        module.zero_grad()
+        train(module, setup, 1)
+    close = within(1e-7, 1e-9)
+    demand(
+        differences(dict(again.state_dict()), dict(plain.state_dict()), "next", close), about=name
+    )
+
+
+def train(module: nn.Module, setup: Setup, count: int) -> None:
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    for _ in range(count):
+        optimizer.zero_grad()
+        args, kwargs = setup.inputs()
+        setup.loss(module(*args, **kwargs)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_and_loaded(pool: Pool, tmp_path: Path, name: str) -> None:
+    pool.run(round_trip, 4, name, 4, str(tmp_path))
+
+
+def across(group: Any, name: str, folder: str) -> None:
+    """A folder written at another tp is read by this one."""
+    case = CASES[name]
+    setup = case.setup(torch.float64)
+    whole: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        whole |= load_file(file)
+    parts = prove.compiled(case, setup, Mesh(dist.get_world_size(group)), group, weights=folder)
+    state = parts.state_dict()
+    demand(differences({k: state[k] for k in whole}, whole, "state", EXACT), about=name)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_folder_serves_any_mesh(pool: Pool, tmp_path: Path, name: str) -> None:
+    pool.run(written, 4, name, str(tmp_path))
+    pool.run(across, 2, name, str(tmp_path))
+
+
+def written(group: Any, name: str, folder: str) -> None:
+    case = CASES[name]
+    setup = case.setup(torch.float64)
+    parts = prove.compiled(case, setup, Mesh(dist.get_world_size(group)), group)
+    train(parts, setup, 1)
+    parts.save(folder)
+
+
+def save_alone(group: Any, folder: str) -> float:
+    """Rank 0 saves, the others do not come: seconds until its error."""
+    case = CASES["b01_bias_after_the_sum"]
+    parts = prove.compiled(case, case.setup(), Mesh(2), group)
+    if dist.get_rank(group) > 0:
+        time.sleep(33)
+        return 0.0
+    start = time.monotonic()
+    with pytest.raises(PlaitError, match="1"):  # the rank that did not come
+        parts.save(folder)
+    return time.monotonic() - start
+
+
+@pytest.mark.full
+def test_save_by_one_rank_alone_is_an_error(pool: Pool, tmp_path: Path) -> None:
+    seconds = pool.run(save_alone, 2, str(tmp_path), timeout=90)
+    assert 0 < seconds[0] <= 31
+    pool.close()
+
+
+def counted(group: Any, name: str) -> dict[str, int]:
+    """Elements that this rank holds of each parameter."""
+    case = CASES[name]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(dist.get_world_size(group)), group)
+    return {n: p.numel() for n, p in parts.named_parameters()}
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 8])
+def test_no_row_is_lost_or_made(pool: Pool, tp: int) -> None:
+    """Each parameter is whole on every rank, or its parts add up to it."""
+    name = "b13_vocabulary_does_not_divide"
+    whole = {n: p.numel() for n, p in CASES[name].setup().model.named_parameters()}
+    held = pool.run(counted, tp, name)
+    for parameter, count in whole.items():
+        parts = [rank[parameter] for rank in held]
+        assert parts == [count] * tp or sum(parts) == count, (parameter, parts, count)
+    split = [p for p in whole if held[0][p] < whole[p]]
+    assert "emb.weight" in split or "head.weight" in split, held
+
+
+# -- from the meta device -----------------------------------------------------------------------
+
+
+def from_meta(group: Any, folder: str, dtype: torch.dtype) -> dict[str, str]:
+    """Weights from files; what no file holds is computed again."""
+    case = CASES["b54_buffer_in_no_file"]
+    setup = case.setup(dtype)
+    want, close = reference(case, setup, dtype)
+    with torch.device("meta"):
+        empty = Setup(Rotated().to(dtype), setup.args, setup.kwargs, setup.loss)
+    parts = prove.compiled(case, empty, Mesh(2), group, weights=folder)
+    got = prove.run(parts, setup, True)
+    demand(discrepancies(got_without_buffers(got, want), want, close), about="from meta")
+    return {"out": digest(got.out)}
+
+
+def got_without_buffers(got: Any, want: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(got, buffers=want.buffers)
+
+
+def test_a_buffer_in_no_file_is_made_again_or_refused(pool: Pool, tmp_path: Path) -> None:
+    case = CASES["b54_buffer_in_no_file"]
+    save_file(dict(case.setup().model.state_dict()), tmp_path / "model.safetensors")
+    answers = pool.ask(from_meta, 2, str(tmp_path), torch.float32)
+    errors = [getattr(a, "error", None) for a in answers]
+    if any(errors):
+        assert all(isinstance(e, PlaitError) for e in errors), errors
+        assert all("inv_freq" in str(e) or "mask" in str(e) for e in errors)
+    else:
+        prove.alike(answers)
+
+
+def rows(group: Any, weights: str, dtype: torch.dtype | None) -> dict[str, Any]:
+    case = CASES["b55_rows_that_name_themselves"]
+    setup = case.setup()
+    with torch.device("meta"):
+        empty = Setup(
+            nn.Sequential(nn.Linear(4, 8, False), nn.Identity(), nn.Linear(8, 4, False)),
+            setup.args, setup.kwargs, setup.loss,
+        )  # fmt: skip
+    parts = prove.compiled(
+        case, empty, Mesh(dist.get_world_size(group)), group, weights=weights, dtype=dtype
+    )
+    state = parts.state_dict()
+    own = dict(setup.model.state_dict())
+    wanted = {n: t.to(dtype or t.dtype) for n, t in own.items()}
+    demand(differences(dict(state), wanted, "state", EXACT), about="rows")
+    return {n: p.detach().float().unique().tolist() for n, p in parts.named_parameters()}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("files", [1, 2])
+def test_each_rank_reads_its_own_rows(pool: Pool, tmp_path: Path, tp: int, files: int) -> None:
+    tensors = dict(CASES["b55_rows_that_name_themselves"].setup().model.state_dict())
+    tensors = {n: t.contiguous() for n, t in tensors.items()}
+    write(tmp_path, tensors, files)
+    held = pool.run(rows, tp, str(tmp_path), None)
+    for name in tensors:
+        values = [set(rank[name]) for rank in held]
+        if values[0] != set(range(8)):  # split: no row twice, none lost
+            assert sorted(v for part in values for v in part) == list(range(8)), held
+
+
+def test_loaded_in_another_dtype(pool: Pool, tmp_path: Path) -> None:
+    tensors = dict(CASES["b55_rows_that_name_themselves"].setup().model.state_dict())
+    write(tmp_path, {n: t.contiguous() for n, t in tensors.items()}, 1)
+    pool.run(rows, 2, str(tmp_path), torch.bfloat16)
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:
+    import json
+
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    index = {}
+    for i, (name, tensor) in enumerate(tensors.items()):
+        file = f"model-{i + 1:05}-of-{len(tensors):05}.safetensors"
+        save_file({name: tensor}, folder / file)
+        index[name] = file
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "shape"])
+def test_a_wrong_key_is_one_error_on_all_ranks(pool: Pool, tmp_path: Path, fault: str) -> None:
+    tensors = dict(CASES["b55_rows_that_name_themselves"].setup().model.state_dict())
+    tensors = {n: t.contiguous() for n, t in tensors.items()}
+    match fault:
+        case "missing":
+            del tensors["2.weight"]
+        case "extra":
+            tensors["3.weight"] = torch.ones(2)
+        case "shape":
+            tensors["2.weight"] = torch.ones(4, 9)
+    save_file(tensors, tmp_path / "model.safetensors")
+    failures = pool.errors(rows, 2, str(tmp_path), None)
+    assert all(isinstance(f.error, plait.errors.WeightError) for f in failures), failures
+    assert len({f.message for f in failures}) == 1
+    assert ("3.weight" if fault == "extra" else "2.weight") in failures[0].message

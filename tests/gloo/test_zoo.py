@@ -1,0 +1,69 @@
+"""Tiny transformers models on gloo: outputs and gradients on every rank, and how much is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import plait
+from plait.errors import CaptureError
+from tests import zoo
+from tests.cases.case import Setup
+from tests.compare import demand, discrepancies, plain, within
+from tests.gloo import prove
+from tests.gloo.harness import Pool
+
+FULL = pytest.mark.full
+SIZES = (2, 3, 4)
+GRID = [
+    pytest.param(name, tp, id=f"{name}-{tp}", marks=() if tp == SIZES[i % 3] else FULL)
+    for i, name in enumerate(zoo.NAMES)
+    for tp in SIZES
+]
+
+
+def right(group: Any, name: str, training: bool) -> tuple[prove.Report, dict[str, Any]]:
+    model, args, kwargs = zoo.build(name)
+    setup = Setup(model, args, kwargs)
+    want = plain(setup, training)
+    tp = dist.get_world_size(group)
+    parts = plait.compile(
+        model, args, kwargs, tp=tp, training=training, group=group, cluster=prove.free(tp)
+    )
+    demand(prove.saved(parts, model), about=f"state_dict of {name}")
+    with torch.set_grad_enabled(training):
+        got = prove.run(parts, setup, training)
+    demand(
+        discrepancies(plain_buffers(got, want), want, within(dtype=torch.float32)),
+        about=f"{name} tp={tp}",
+    )
+    held = {n: tuple(p.shape) for n, p in parts.named_parameters()}
+    return prove.report(parts, model, got), held
+
+
+def plain_buffers(got: Any, want: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(got, buffers=want.buffers)
+
+
+@pytest.mark.parametrize(("name", "tp"), GRID)
+def test_outputs(pool: Pool, name: str, tp: int) -> None:
+    prove.alike([report for report, _ in pool.run(right, tp, name, False)])
+
+
+@pytest.mark.parametrize(("name", "tp"), GRID)
+def test_gradients(pool: Pool, name: str, tp: int) -> None:
+    if name in zoo_untrainable():
+        for failure in pool.errors(right, tp, name, True):
+            assert isinstance(failure.error, CaptureError), failure.traceback
+        return
+    prove.alike([report for report, _ in pool.run(right, tp, name, True)])
+
+
+def zoo_untrainable() -> tuple[str, ...]:
+    """Their grouped matmul has a backward of its own, which a captured graph would lose."""
+    return ("mixtral", "qwen3moe")
