@@ -13,13 +13,14 @@ from typing import Literal
 
 from plait.cluster.units import parse_size
 
-Method = Literal["graph", "stream", "torch"]  # who starts the collective: presets.LAUNCH
+Method = Literal["graph", "stream", "torch"]  # who starts the collective (software.LAUNCH)
 
 
 @dataclass(frozen=True)
 class Table:
     name: str
     cluster: str  # a preset's spelling
+    software: str  # whose transport (plait.cluster.software.TRANSPORTS)
     algorithm: str  # what was measured: a schedule's name, or native
     method: Method
     rows: tuple[tuple[int, float], ...]  # bytes, seconds
@@ -68,6 +69,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xH200 NVLS",
         "dgx-h200+nvls",
+        "nccl",
         "native",
         "torch",
         bus_bandwidth(
@@ -82,6 +84,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xB200",
         "dgx-b200+nvls",
+        "nccl",
         "native",
         "torch",
         bus_bandwidth(
@@ -96,6 +99,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4x8xB200 EFA",
         "dgx-b200[4x8]/efa",
+        "nccl",
         "native",
         "torch",
         bus_bandwidth(
@@ -110,6 +114,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xGB200 MNNVL",
         "gb200-nvl72[8]+nvls",
+        "nccl",
         "native",
         "stream",
         microseconds(
@@ -124,6 +129,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xA100",
         "dgx-a100",
+        "nccl",
         "native",
         "stream",
         microseconds(
@@ -137,6 +143,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xGB200 graph",
         "gb200-nvl72[8]+nvls",
+        "nccl-symmetric",
         "native",
         "graph",
         microseconds(
@@ -148,6 +155,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xGB200 one-shot multicast",
         "gb200-nvl72[8]+nvls",
+        "multicast",
         "one_shot",
         "graph",
         microseconds(
@@ -158,6 +166,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xGB200 two-shot multicast",
         "gb200-nvl72[8]+nvls",
+        "multicast",
         "two_shot",
         "graph",
         microseconds(
@@ -168,6 +177,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xGB200 two-shot poison",
         "gb200-nvl72[8]",
+        "push4",
         "two_shot",
         "graph",
         microseconds("1K:5.74 4K:5.88 16K:6.00 32K:6.10 64K:6.28 128K:6.55 256K:7.29 512K:8.86 1M:14.00"),
@@ -176,6 +186,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xGB200 graph",
         "gb200-nvl72[4]+nvls",
+        "nccl-symmetric",
         "native",
         "graph",
         microseconds("1K:7.70 64K:11.25 128K:13.60 256K:14.23 512K:15.77 1M:17.61"),
@@ -185,6 +196,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xGB200 one-shot multicast",
         "gb200-nvl72[4]+nvls",
+        "multicast",
         "one_shot",
         "graph",
         microseconds("1K:3.77 64K:4.13 128K:6.57 256K:11.16 512K:20.59 1M:38.66"),
@@ -193,6 +205,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xGB200 two-shot multicast",
         "gb200-nvl72[4]+nvls",
+        "multicast",
         "two_shot",
         "graph",
         microseconds("1K:9.19 64K:9.43 128K:9.45 256K:9.78 512K:12.64 1M:17.29"),
@@ -201,6 +214,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xGB200 two-shot poison",
         "gb200-nvl72[4]",
+        "push4",
         "two_shot",
         "graph",
         microseconds("1K:5.81 64K:6.26 128K:6.57 256K:7.28 512K:11.01 1M:17.67"),
@@ -209,6 +223,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xV100 PCIe NCCL",
         "pcie3[4]",
+        "nccl",
         "native",
         "graph",
         microseconds("4K:19.4 8K:20.3 16K:22.3 32K:24.2 128K:51.8 384K:83.5"),
@@ -218,6 +233,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xV100 PCIe one-shot",
         "pcie3[4]",
+        "push",
         "one_shot",
         "graph",
         microseconds("4K:4.0 8K:5.0 16K:7.2 32K:11.8 128K:44.5 384K:120.3"),
@@ -226,6 +242,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xH100 NVLS vLLM",
         "dgx-h100+nvls",
+        "nccl",
         "native",
         "graph",
         microseconds("512K:24 1M:25 4M:50 16M:121 64M:316"),
@@ -235,6 +252,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xH100 two-shot vLLM",
         "dgx-h100",
+        "symmetric",
         "two_shot",
         "graph",
         microseconds("512K:15 1M:17 4M:37 16M:125 64M:468"),
@@ -243,6 +261,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xH100 NVLS TokenWeave",
         "dgx-h100+nvls",
+        "nccl",
         "native",
         "stream",
         microseconds("1M:36 4M:66.5 16M:137 64M:348 256M:1232"),
@@ -252,6 +271,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "8xH100 MSCCL++ plot",
         "dgx-h100",
+        "nccl",
         "native",
         "graph",
         microseconds("1K:15.0 64K:17.8 512K:19.0 1M:24.0"),
@@ -261,6 +281,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xH100 vLLM",
         "dgx-h100[4]",
+        "nccl",
         "native",
         "graph",
         microseconds("512K:17 1M:19 2M:26 4M:37"),
@@ -270,6 +291,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xH100 one-shot vLLM",
         "dgx-h100[4]",
+        "symmetric",
         "one_shot",
         "graph",
         microseconds("512K:10 1M:15 2M:22 4M:38"),
@@ -278,6 +300,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "4xH100 two-shot vLLM",
         "dgx-h100[4]",
+        "symmetric",
         "two_shot",
         "graph",
         microseconds("512K:18 1M:19 2M:23 4M:29"),
@@ -286,6 +309,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "2xH200",
         "dgx-h200[2]",
+        "nccl",
         "native",
         "torch",
         microseconds("8M:76 32M:164 128M:499"),
@@ -295,6 +319,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "2xH200 two-shot",
         "dgx-h200[2]",
+        "symmetric",
         "two_shot",
         "torch",
         microseconds("8M:59 32M:140 128M:437"),
@@ -303,6 +328,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "2xH200 graph",
         "dgx-h200[2]",
+        "nccl",
         "native",
         "graph",
         microseconds("16K:15 64K:15 256K:15 1M:23 2M:37"),
@@ -312,6 +338,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "2xH200 one-shot graph",
         "dgx-h200[2]",
+        "symmetric",
         "one_shot",
         "graph",
         microseconds("16K:6.9 64K:6.7 256K:8.7 1M:13.1 2M:18.9"),
@@ -320,6 +347,7 @@ TABLES: tuple[Table, ...] = (
     Table(
         "2xH200 two-shot graph",
         "dgx-h200[2]",
+        "symmetric",
         "two_shot",
         "graph",
         microseconds("16K:7.0 64K:7.2 256K:7.5 1M:10.1 2M:13.0"),

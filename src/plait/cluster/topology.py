@@ -41,6 +41,7 @@ class Level:
     ports: int | None = None  # ports of one unit; None: one for each of its devices
     through: bool = False  # transfers to outer levels pass these ports as well
     total: float | None = None  # bytes/s of the bus that all ports share; None: non-blocking
+    ordered: bool = True  # bytes arrive in the order sent (EFA: not, so no protocol with flags in the data)
     reduces: bool = False  # the switch adds and copies (NVLink SHARP, InfiniBand SHARP)
 
 

@@ -31,10 +31,12 @@ class Protocol:
     step: float = 0.0  # seconds, each step
     message: float = 0.0  # seconds that a message keeps a port busy beside its bytes
     share: float = 1.0  # of the reachable rate of a level's port
+    adding: float = 1.0  # of that, through a switch that adds
     fill: float = 0.0  # seconds: pipeline depth times cost of a chunk
     hop_fill: float = 0.0  # the same for each step of the schedule
     most: float = 0.0  # seconds: the fill term of long vectors
     window: float = 0.0  # seconds of bytes that hide under base
+    flags: bool = False  # carries flags in the data: needs levels that deliver in order
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def choose(
             best[name] = found.price(name, nbytes, seconds)
     if not best:
         raise CollectiveError(
-            f"{cluster} runs no {algorithm or 'algorithm'} for {collective} on {len(ranks)} ranks"
+            f"{cluster.name} runs no {algorithm or 'algorithm'} for {collective} on {len(ranks)} ranks"
             f"{f' by {transport}' if transport else ''}; it runs "
             + ", ".join(dict.fromkeys(n for n, _ in readings(collective, part, None, None, root)))
         )
@@ -207,7 +207,7 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
         yield Reading(collective, 1, by.name, "nothing", 0.0, (), by.internal[0][1], 0, 0.0, (0.0, 0.0))
     for name, protocol in by.internal:
         made = form(name, collective, cluster)
-        if made is None:
+        if made is None or (protocol.flags and not _ordered(cluster)):
             continue
         hop = sum(
             count * (protocol.hops * level.latency + protocol.step + protocol.message)
@@ -219,12 +219,24 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
             by.name,
             f"{name}/{protocol.name}",
             by.launch + protocol.base,
-            ((hop, made.load / protocol.share),),
+            (
+                (hop, made.load / protocol.share),
+                (hop, made.adding / (protocol.share * protocol.adding)),
+            ),
             protocol,
             made.steps,
             made.sent,
             (limit.latency, limit.network if made.network else limit.slope),
         )
+
+
+def _ordered(cluster: Cluster) -> bool:
+    """Do all levels that the ranks cross deliver bytes in the order sent?"""
+    counts = [len(cluster.units(level)) for level in range(len(cluster.levels) + 1)]
+    return all(
+        level.ordered or below == above
+        for level, below, above in zip(cluster.levels, counts, counts[1:], strict=False)
+    )
 
 
 def _stepwise(spec: Spec, cluster: Cluster, by: Transport, protocol: Protocol) -> Reading:

@@ -1,65 +1,136 @@
-"""Calibration of a price: the constants that a table of measurements asks for, on its own platform.
+"""Calibration of prices against tables of measurements.
 
-    fitted(table) -> Cluster    the table's cluster, whose transport runs what was measured in that time
+    fit_table(table)      one platform's own constants: the transport that runs what was measured in that time
+    fit_shared(tables)    one set of constants for all platforms (cluster/software.py), from all tables together
+    held_out(table, ...)  how well a platform is predicted by constants that have not seen it
 
 What the topology contributes (hops, bytes of the busiest port) comes from the same readings that price
-everything else; only the protocols are fitted.
+everything else; only the software's constants are fitted.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
-from plait.cluster import Cluster, Protocol, Transport
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from plait.cluster import Cluster, Protocol
 from plait.cluster.calibrate import Fit, fit
-from plait.cluster.presets import LAUNCH
 from plait.cluster.published import Table
-from plait.cost.comm import Reading, price, readings
+from plait.cluster.software import SHARED, Shared, launch, push, transports
+from plait.cost.comm import readings
+
+Floats = NDArray[np.float64]
 
 
-def cluster_of(table: Table) -> Cluster:
-    """The preset of a table, with collectives started as the table's were."""
-    return Cluster.parse(table.cluster).with_launch(LAUNCH[table.method])
+def cluster_of(table: Table, shared: Shared = SHARED) -> Cluster:
+    """The preset of a table with the one transport that was measured, started as it was."""
+    known = {**transports(shared), "multicast": push(shared)}  # fitted, but not priced unfitted
+    by = known[table.software].with_launch(launch(table.method, shared))
+    return replace(Cluster.parse(table.cluster), transports=(by,))
+
+
+def predict(table: Table, cluster: Cluster) -> Floats:
+    """Seconds, row by row."""
+    found = [r for _, r in readings(table.collective, cluster, table.algorithm)]
+    return np.array([min(r.seconds(size) for r in found) for size in table.sizes])
+
+
+def errors(table: Table, cluster: Cluster) -> Floats:
+    """Predicted / measured - 1, row by row."""
+    return predict(table, cluster) / np.array(table.seconds) - 1
 
 
 def fit_table(table: Table) -> tuple[Fit, Cluster]:
-    """The fit of a table, and its cluster with the fitted protocols in place of the preset's."""
+    """The fit of a table, and its cluster with the fitted protocols in place of the shared ones."""
     cluster = cluster_of(table)
-    transport, reading = _bare(table, cluster)
-    result = fit(table.rows, [(reading.latency + a, b) for a, b in reading.lines])
-    return result, _with(cluster, transport, table, result.protocols)
-
-
-def errors(table: Table, cluster: Cluster) -> tuple[float, ...]:
-    """Predicted / measured - 1, row by row."""
-    return tuple(
-        price(table.collective, size, cluster.ranks, cluster, table.algorithm).seconds / seconds - 1
-        for size, seconds in table.rows
-    )
-
-
-def _bare(table: Table, cluster: Cluster) -> tuple[Transport, Reading]:
-    """The reading of what was measured, by a transport that costs nothing but hops and line rate."""
-    neutral = (Protocol("bare"),)
-    internal = ((table.form, neutral[0]),) if table.form else ()
-    for transport in cluster.transports:
-        if table.form and not transport.internal:
-            continue
-        if not table.form and table.algorithm not in transport.algorithms:
-            continue
-        if table.form or transport.reach is not None or len(cluster.transports) == 1:
-            bare = replace(transport, protocols=neutral, internal=internal)
-            alone = replace(cluster, transports=(bare,))
-            found = readings(table.collective, alone, table.algorithm)
-            return transport, found[0][1]
-    raise AssertionError(f"{table.name}: no transport of {cluster} runs {table.algorithm}")
-
-
-def _with(
-    cluster: Cluster, transport: Transport, table: Table, protocols: tuple[Protocol, ...]
-) -> Cluster:
+    transport = cluster.transports[0]
+    bare = Protocol("bare")  # costs nothing but hops and line rate
+    internal = ((table.form, bare),) if table.form else ()
+    alone = replace(transport, protocols=(bare,), internal=internal)
+    reading = readings(table.collective, replace(cluster, transports=(alone,)), table.algorithm)[0][1]
+    result = fit(table.rows, [(reading.latency + a, b) for a, b in reading.lines], table.name)
     if table.form:
-        changed = replace(transport, internal=tuple((table.form, p) for p in protocols))
+        fitted = replace(transport, internal=tuple((table.form, p) for p in result.protocols))
     else:
-        changed = replace(transport, protocols=protocols)
-    return replace(cluster, transports=(changed,))
+        fitted = replace(transport, protocols=result.protocols)
+    return result, replace(cluster, transports=(fitted,))
+
+
+def fit_shared(tables: Sequence[Table], start: Shared | None = None) -> Shared:
+    """The constants that explain all tables best, each table with the same weight."""
+    start = start or _START
+    low = np.log([_BOUNDS[name][0] for name in _NAMES])
+    high = np.log([_BOUNDS[name][1] for name in _NAMES])
+
+    def misfit(logs: Floats) -> Floats:
+        shared = _shared(logs)
+        parts = [_logs(table, shared) / np.sqrt(len(table.rows)) for table in tables]
+        return np.concatenate(parts)
+
+    tables = [table for table in tables if table.software != "multicast"]
+    first = np.clip(np.log([getattr(start, name) for name in _NAMES]), low + 1e-6, high - 1e-6)
+    found = least_squares(misfit, first, bounds=(low, high), loss="soft_l1", f_scale=0.15)
+    return _shared(found.x)
+
+
+def held_out(table: Table, tables: Sequence[Table]) -> Floats:
+    """Errors on a table of constants fitted to all the others, from a start that has seen none."""
+    return errors(table, cluster_of(table, fit_shared([t for t in tables if t is not table])))
+
+
+def _logs(table: Table, shared: Shared) -> Floats:
+    return np.asarray(np.log(predict(table, cluster_of(table, shared)) / np.array(table.seconds)))
+
+
+def _shared(logs: Floats) -> Shared:
+    return Shared(**dict(zip(_NAMES, np.exp(logs).tolist(), strict=True)))
+
+
+# --- what a constant may be ---------------------------------------------------------------------------
+
+# Round numbers near NCCL's own (src/graph/tuning.cc) and a kernel's: seen before any table was.
+_START = Shared(
+    stream=10e-6,
+    torch=30e-6,
+    few_base=7e-6,
+    few_share=0.4,
+    mid_share=0.8,
+    many_base=8e-6,
+    many_share=0.9,
+    switch_base=15e-6,
+    switch_share=0.8,
+    fill=3e-6,
+    hop_fill=1e-6,
+    most=100e-6,
+    pull_base=3e-6,
+    pull_peer=1e-6,
+    pull_share=0.8,
+    push_step=2e-6,
+    four_share=0.3,
+)
+_NAMES = tuple(f.name for f in fields(Shared))
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "stream": (1e-6, 5e-5),
+    "torch": (1e-6, 8e-5),
+    "few_base": (1e-7, 3e-5),
+    "few_share": (0.1, 0.6),
+    "mid_share": (0.5, 0.95),
+    "many_base": (1e-7, 6e-5),
+    "many_share": (0.5, 1.0),
+    # not less: it takes over from LL rings between 1 and 2 MiB on 8 H100 (nccl-tests issue 309)
+    "switch_base": (7.5e-6, 3e-5),
+    "switch_share": (0.5, 1.0),
+    "fill": (1e-8, 5e-5),
+    "hop_fill": (1e-8, 1e-5),
+    "most": (1e-6, 5e-4),
+    "pull_base": (1e-7, 2e-5),
+    "pull_peer": (1e-7, 1e-5),
+    # not more: NCCL takes over from two-shot kernels near 16 MB on 8 H100 (vLLM, TensorRT-LLM)
+    "pull_share": (0.3, 0.76),
+    "push_step": (1e-7, 1e-5),
+    "four_share": (0.02, 1.0),
+}

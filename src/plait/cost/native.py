@@ -26,12 +26,18 @@ from plait.collectives.schedule import Collective
 
 @dataclass(frozen=True)
 class Form:
-    """hops[i]: steps in a row that cross level i. load: the busiest port's seconds a byte at line rate x share."""
+    """What the topology has to do: hops[i] steps in a row that cross level i; seconds a byte of the
+    busiest port, and of the busiest port of a switch that adds, at what a copy reaches of the line rate.
+    """
 
     hops: tuple[int, ...]
     load: float
     sent: float  # bytes a rank sends, per byte of the size
-    network: bool = False  # the switch adds
+    adding: float = 0.0
+
+    @property
+    def network(self) -> bool:
+        return self.adding > 0
 
     @property
     def steps(self) -> int:
@@ -95,7 +101,15 @@ def _nvls(cluster: Cluster) -> Form | None:
         return None
     hops = [2] + [2 * floor(log2(max(count, 1))) for count in units[1:]]
     each = (inner + 1) / inner
-    return Form(tuple(hops), _loads(cluster, each, 1.0 if units[-1] == 2 else 2.0), each, True)
+    between = _loads(cluster, 0.0, 1.0 if units[-1] == 2 else 2.0)
+    return Form(tuple(hops), between, each, each / (cluster.levels[0].bandwidth * cluster.levels[0].share))
+
+
+def _one_shot(cluster: Cluster) -> Form:
+    """Every rank takes the whole vector of all the others, over the innermost level alone."""
+    each = float(cluster.size - 1)
+    hops = (1,) + (0,) * (len(cluster.levels) - 1)
+    return Form(hops, _loads(cluster, each, each), each)
 
 
 def _direct(cluster: Cluster) -> Form:
@@ -122,5 +136,6 @@ _FORMS = {
     ("ring", "reduce"): _chain,
     ("ring", "all_to_all"): _direct,
     ("tree", "all_reduce"): _tree,
+    ("direct", "all_reduce"): _one_shot,
     ("nvls", "all_reduce"): _nvls,
 }

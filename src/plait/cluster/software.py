@@ -1,0 +1,157 @@
+"""What software costs on any machine: one set of constants, and the transports made of it.
+
+The constants are fitted to all published tables together (cost/shared.py), so that a machine is
+described by its hardware alone; each table is also predicted by constants that have not seen it
+(bench/price.py prints both). `plait calibrate` replaces them by a machine's own.
+
+    nccl        its own collectives: rings and trees by two protocols, and addition in the switch;
+                its sends and receives for schedules step by step
+    symmetric   kernels that read their peers' memory, a barrier around them
+    push        kernels that write to their peers with the flag in the data: no barrier
+    multicast   kernels that write through the switch to all at once: not priced, only fitted
+    gloo        TCP between processes: everything step by step, additions on the CPU
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from plait.cluster.transport import Protocol, Transport
+
+STEPWISE = (
+    "parameter_server",
+    "sharded_server",
+    "ring",
+    "tree",
+    "binomial",
+    "double_tree",
+    "halving_doubling",
+    "recursive_doubling",
+    "one_shot",
+    "two_shot",
+    "hierarchical",
+)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Seconds, and shares of what a copy reaches (Level.share)."""
+
+    stream: float = 17.4e-6  # to start a collective from a C++ loop on a stream; in a CUDA graph: 0
+    torch: float = 27.7e-6  # from Python
+    few_base: float = 11.8e-6  # NCCL's LL: flags in the data, soon and at a part of the rate
+    few_share: float = 0.539
+    mid_share: float = 0.698  # NCCL's LL128: a flag in each 128 bytes
+    many_base: float = 25.1e-6  # NCCL's Simple: chunks and counters, late and at the full rate
+    many_share: float = 0.947
+    switch_base: float = 7.57e-6  # Simple where the switch adds, and what that reaches of its rate
+    switch_share: float = 0.758
+    fill: float = 4.54e-6  # Simple's pipeline: chunks, and for each hop
+    hop_fill: float = 0.608e-6
+    most: float = 173e-6
+    pull_base: float = 5.71e-6
+    pull_peer: float = 0.418e-6  # each peer in each step: its flag
+    pull_share: float = 0.745
+    push_step: float = 2.58e-6
+    four_share: float = 0.291  # of a port, by kernels of only four thread blocks
+
+
+# A hop of Simple costs so many times one of LL: 3.4 / 0.6 us by NVLink, 14 / 2.7 us by network; of
+# LL128: 1.9 / 0.6 and 4 / 2.7 us. Its trees reach that part of what its rings do. (All of it:
+# NCCL src/graph/tuning.cc.)
+SIMPLE_HOPS = 5.0
+MID_HOPS = 3.0
+TREE_SHARE = 0.92
+
+
+def launch(method: str, shared: Shared) -> float:
+    """Seconds that starting a collective costs: in a CUDA graph, on a stream, or from torch."""
+    return {"graph": 0.0, "stream": shared.stream, "torch": shared.torch}[method]
+
+
+def nccl(shared: Shared) -> Transport:
+    few = Protocol("LL", base=shared.few_base, share=shared.few_share, flags=True)
+
+    mid = Protocol("LL128", shared.few_base, hops=MID_HOPS, share=shared.mid_share, flags=True)
+
+    def many(base: float, share: float) -> Protocol:
+        return Protocol(
+            "Simple",
+            base=base,
+            hops=SIMPLE_HOPS,
+            share=share,
+            adding=shared.switch_share,
+            fill=shared.fill,
+            hop_fill=shared.hop_fill,
+            most=shared.most,
+        )
+
+    return Transport(
+        "nccl",
+        # A grouped send and receive is a kernel, estimated at 10 us a step; the share is that of
+        # sendrecv_perf on 8 A100 (195 of 300 GB/s, github.com/li-plus/playground cuda/nccl.md).
+        protocols=(Protocol("p2p", base=2e-6, step=10e-6, message=0.5e-6, share=0.74),),
+        algorithms=STEPWISE,
+        internal=(
+            ("ring", few),
+            ("ring", mid),
+            ("ring", many(shared.many_base, shared.many_share)),
+            ("tree", few),
+            ("tree", mid),
+            ("tree", many(shared.many_base, shared.many_share * TREE_SHARE)),
+            ("nvls", many(shared.switch_base, shared.many_share)),
+        ),
+        launch=shared.stream,
+        fused=False,
+        add=1e-12,  # three passes over 3 TB/s
+    )
+
+
+def nccl_symmetric(shared: Shared) -> Transport:
+    """NCCL where the buffers are registered: every rank reads all the others' at once."""
+    by = nccl(shared)
+    forms = {form: protocol for form, protocol in by.internal if protocol.name == "Simple"}
+    few = by.internal[0][1]
+    return replace(by, internal=(("direct", few), ("nvls", forms["nvls"])))
+
+
+def symmetric(shared: Shared) -> Transport:
+    """Torch's symmetric memory and its like: a flag from every peer, then reads from it."""
+    pull = Protocol(
+        "pull", base=shared.pull_base, message=shared.pull_peer, share=shared.pull_share
+    )
+    return Transport("symmetric", (pull,), DIRECT, launch=shared.stream, reach=0)
+
+
+def push(shared: Shared, share: float | None = None) -> Transport:
+    """Kernels that write to their peers, each word with its flag."""
+    share = shared.pull_share if share is None else share
+    by = Protocol("push", step=shared.push_step, share=share)
+    return Transport("push", (by,), DIRECT, launch=shared.stream, reach=0)
+
+
+def transports(shared: Shared) -> dict[str, Transport]:
+    """By name; a 4 at the end: kernels of four thread blocks, which reach a part of a port."""
+    return {
+        "nccl": nccl(shared),
+        "nccl-symmetric": nccl_symmetric(shared),
+        "symmetric": symmetric(shared),
+        "push": push(shared),
+        "push4": push(shared, shared.four_share),
+    }
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+DIRECT = ("one_shot", "two_shot")
+SHARED = Shared()
+LAUNCH = {method: launch(method, SHARED) for method in ("graph", "stream", "torch")}
+
+GLOO = Transport(
+    "gloo",
+    protocols=(Protocol("tcp", base=20e-6, message=10e-6),),
+    algorithms=STEPWISE,
+    internal=(("ring", Protocol("tcp", base=20e-6)),),
+    fused=False,
+    add=1.5e-10,
+)
