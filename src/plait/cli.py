@@ -12,6 +12,7 @@ Imports are inside the commands, so that none waits for what another needs.
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -133,6 +134,7 @@ def main() -> None:
     """A user's mistake is one line on the terminal, not a traceback."""
     from plait.errors import PlaitError
 
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, about torch's own
     try:
         app()
     except PlaitError as error:

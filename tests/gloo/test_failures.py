@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from plait.errors import RankError
 from plait.runtime import watch as watching
-from plait.runtime.processes import launch
+from plait.runtime.processes import Crew, Ended, launch
 from plait.runtime.watch import Watch
 from tests.gloo.harness import Pool
 
@@ -133,11 +133,11 @@ def killed_alone(folder: str, culprit: int) -> None:
     Path(folder, f"rank-{dist.get_rank()}").write_text(f"{took:.3f} {text}")
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_the_signal_is_named_by_the_survivors_and_the_launcher(
     tmp_path: Path, culprit: int
 ) -> None:
-    with pytest.raises(RankError, match=f"^rank {culprit} of 2 was killed by SIGKILL"):
+    with pytest.raises(RankError, match=f"^rank {culprit} of 2 killed by SIGKILL"):
         launch(killed_alone, 2, str(tmp_path), culprit)
     took, text = (tmp_path / f"rank-{1 - culprit}").read_text().split(" ", 1)
     assert text.startswith(f"RankError: forward: rank {culprit} killed by SIGKILL (process ")
@@ -165,6 +165,16 @@ def test_the_launcher_names_the_first_to_fail_and_leaves_no_process(tmp_path: Pa
     assert "in fail_alone" in str(caught.value)
 
 
+def test_what_all_ranks_refuse_is_said_once_without_a_trace(tmp_path: Path) -> None:
+    crew = Crew([11, 12, 13], tmp_path)
+    for rank in range(3):
+        (tmp_path / f"error-{rank}").write_text("InputError: not with these sizes")
+        crew.ended[rank] = Ended(rank, 1 << 8, float(rank))
+    with pytest.raises(RankError) as caught:
+        crew.judge()
+    assert str(caught.value) == "ranks 0, 1, 2 of 3 raised InputError: not with these sizes"
+
+
 TORCHRUN = """
 import sys, time, torch, torch.distributed as dist
 from plait.runtime.processes import world
@@ -188,7 +198,7 @@ finally:
     ("how", "words"),
     [
         ("outside", "forward: rank 1 failed: ValueError: outside of every guard"),
-        ("left", "forward: rank 1 ended while others worked"),
+        pytest.param("left", "forward: rank 1 ended while others worked", marks=pytest.mark.full),
     ],
 )
 def test_under_torchruns_variables(tmp_path: Path, how: str, words: str) -> None:
@@ -225,14 +235,16 @@ def interrupt_me(folder: str) -> None:
 
 INTERRUPT = """
 import sys
-from plait.runtime.processes import launch
+from plait.runtime.processes import Crew, Ended, launch
 from tests.gloo.test_failures import interrupt_me
 if __name__ == "__main__":
     launch(interrupt_me, 2, sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
+)
 def test_no_process_outlives_its_launcher(tmp_path: Path, sign: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(INTERRUPT)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from plait.errors import InputError, RankError
+from plait.errors import InputError, PlaitError, RankError
 from plait.runtime.exits import describe
 
 GRACE = 20.0  # seconds for the others to raise by themselves once a rank has failed
@@ -136,10 +136,13 @@ class Crew:
         failed = sorted((e for e in self.ended.values() if e.status), key=lambda e: e.when)
         if not failed:
             return
-        words = {e.rank: self._words(e) for e in failed}
         first = min(failed, key=lambda e: (self._raised(e.rank).startswith("RankError"), e.when))
-        text = [f"rank {first.rank} of {len(self.pids)} {words[first.rank]}"]
-        text += [f"  then rank {e.rank} {words[e.rank]}" for e in failed if e is not first]
+        words = self._words(first)
+        others = [e for e in failed if self._words(e) != words]
+        alike = [f"{e.rank}" for e in failed if self._words(e) == words]
+        who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(alike)}"
+        text = [f"{who} of {len(self.pids)} {words}"]
+        text += [f"  then rank {e.rank} {self._words(e)}" for e in others]
         detail = self._read(f"trace-{first.rank}") or self._read(f"output-{first.rank}")
         raise RankError("\n".join([*text, detail[-_TAIL:].rstrip()]).rstrip())
 
@@ -155,7 +158,7 @@ class Crew:
 
     def _words(self, ended: Ended) -> str:
         raised = self._raised(ended.rank)
-        return f"raised {raised}" if raised else f"was {describe(ended.status)}"
+        return f"raised {raised}" if raised else describe(ended.status)
 
     def _raised(self, rank: int) -> str:
         return self._read(f"error-{rank}")
@@ -187,7 +190,8 @@ def _work(rank: int, nproc: int, folder: str, target: Callable[..., None], args:
     try:
         target(*args)
     except Exception as error:
-        (Path(folder) / f"trace-{rank}").write_text(traceback.format_exc())
+        if not isinstance(error, PlaitError):  # whose message is enough
+            (Path(folder) / f"trace-{rank}").write_text(traceback.format_exc())
         (Path(folder) / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
         sys.exit(1)
     dist.destroy_process_group()
