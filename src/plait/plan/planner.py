@@ -25,6 +25,10 @@ from plait.rules.aten import table
 from plait.rules.layout import Strategy
 
 
+# The backend's own collective is kept unless another is cheaper by more than prices err.
+NOISE = 1.1
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user asked of the plan."""
@@ -115,8 +119,15 @@ def pick(options: Options, kind: str, nbytes: float, site: str = "") -> tuple[st
         options.cluster,
         deterministic=options.deterministic,
         algorithm=None if wanted == "auto" else wanted,
-    ).winner
-    return (found.algorithm if wanted == "auto" else wanted), found.seconds
+        transport=options.cluster.transports[0].name,  # the process group's, which moves run on
+    )
+    best = found.winner
+    if wanted != "auto":
+        return wanted, best.seconds
+    own = next((p for p in found.prices if p.algorithm == "native"), best)
+    if own.seconds <= NOISE * best.seconds:
+        best = own
+    return best.algorithm, best.seconds
 
 
 def _hold(problem: Problem, fixed: Mapping[str, str]) -> None:

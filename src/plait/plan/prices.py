@@ -18,7 +18,7 @@ import torch
 from plait.rules.moves import COLLECTIVES
 from plait.plan.problem import Choice, Key, Problem
 from plait.rules.describe import Operand
-from plait.rules.equation import Dims
+from plait.rules.equation import Dims, atoms
 from plait.rules.layout import Strategy
 
 Collective = Callable[[str, float], float]  # (kind, bytes) -> seconds
@@ -31,8 +31,10 @@ WHOLE_WEIGHT_READS = 100.0
 LARGE_WEIGHT = 0.01
 LARGE_WEIGHT_REDUCTIONS = 10.0
 # A move reads and writes its value once beside what its collective does, and takes a launch or more:
-# ties, and gains that no clock would see, go to the plan with fewer moves.
+# ties, and gains that no clock would see, go to the plan with fewer moves. Rows of an inner dim are
+# gathered into a buffer and out of it again, in short runs.
 MOVE_LAUNCHES = 4.0
+COPIES, STRIDED_COPIES = 2.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,25 @@ class CostPrices:
             return None
         nbytes = _bytes(choice.results[choice.index], choice.dtypes[choice.index])
         forward, backward = kinds
-        local = MOVE_LAUNCHES * self.rates.launch + 2 * nbytes / self.rates.bandwidth
+        dims = choice.results[choice.index]
+        copies = STRIDED_COPIES if _inner(a, dims) or _inner(b, dims) else COPIES
+        local = MOVE_LAUNCHES * self.rates.launch + copies * nbytes / self.rates.bandwidth
         price = 0.0 if (_kind(a), _kind(b)) == ("whole", "copied") else local
         if forward:
             price += self.collective(forward, nbytes)
         if choice.grad:
             price += local + (self.collective(backward, nbytes) if backward else 0.0)
         return price
+
+
+def _inner(key: Key, dims: Dims) -> bool:
+    """Whether a layout cuts a dim that is not the outermost (dims of size 1 do not count)."""
+    if not key.startswith("shard("):
+        return False
+    first = int(key[len("shard(") :].split("/")[0].rstrip(")").split(",")[0])
+    leading = next((f for f in dims if f.size > 1), None)
+    order = list(dict.fromkeys(atom for f in dims for atom in atoms(f)))
+    return leading is not None and order[first] not in set(atoms(leading))
 
 
 def _kind(key: Key) -> str:

@@ -101,7 +101,7 @@ def differentiable(program: Program, d: Description) -> set[fx.Node]:
         if not isinstance(first, torch.Tensor):
             continue
         if node.op == "placeholder":
-            is_input = node.name not in weights and first.is_floating_point()
+            is_input = node.name not in weights and _any_float(first)
             if node.name in trainable or is_input:
                 out.add(node)
         elif any(i in out for i in node.all_input_nodes) and _any_float(value):
@@ -111,7 +111,7 @@ def differentiable(program: Program, d: Description) -> set[fx.Node]:
 
 def _any_float(value: object) -> bool:
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
+    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
 
 
 def build(program: Program, d: Description, n: int) -> Problem:

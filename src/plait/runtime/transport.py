@@ -73,7 +73,7 @@ class Transport:
         by_rank = torch.cat([take(rows, 0, ranges) for ranges in cut.rows]).contiguous()
         sizes = [count(ranges) for ranges in cut.rows]
         mine = collectives.reduce_scatter(by_rank, sizes, self.group, algorithm=algorithm)
-        return mine.movedim(0, cut.dim)
+        return mine.movedim(0, cut.dim).contiguous()
 
 
 class MoveModule(nn.Module):
