@@ -8,7 +8,7 @@
     copies     pulls and pushes by the copy engine
     reduce     all-reduces of large tensors: two-shot kernel, copy engine, torch's two-shot, NCCL
     matmul     the four matmuls of a layer by number of rows
-    decode     layers without attention at few rows: norm alone, fused one-shot, next weights prefetched
+    decode     layers without attention at few rows: norm alone, fused one-shot, NCCL + norm
     row        one row-parallel matmul with its all-reduce, in chunks
 """
 
@@ -85,14 +85,14 @@ def oneshot(device: torch.device) -> Table:
     for rows in (1, 4, 16, 32, 64, 128):
         x, residual, r2, out = (torch.randn(rows, H, device=device).to(BF16) for _ in range(4))
 
-        def fused(i: int, pdl: bool = False, x: Tensor = x, residual: Tensor = residual,
+        def fused(i: int, early: bool = False, x: Tensor = x, residual: Tensor = residual,
                   r2: Tensor = r2, out: Tensor = out) -> None:
-            shot.all_reduce_norm(x, residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out, pdl=pdl)
+            shot.all_reduce_norm(x, residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out, early=early)
 
         def alone(i: int, x: Tensor = x, residual: Tensor = residual, r2: Tensor = r2, out: Tensor = out) -> None:
             sum_norm([x], residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out)
 
-        row = {"fused": chain(fused, 100), "fused pdl": chain(lambda i, f=fused: f(i, True), 100),
+        row = {"fused": chain(fused, 100), "fused early": chain(lambda i, f=fused: f(i, True), 100),
                "sum only": chain(lambda i, x=x, o=out: shot.all_reduce_norm(x, rows_out=o), 100),
                "norm alone": chain(alone, 100)}
         if dist.get_backend() != "gloo":
@@ -216,40 +216,36 @@ def decode(device: torch.device) -> Table:
         qkv, gate_up = x.new_empty(rows, shape.qkv), x.new_empty(rows, 2 * shape.ffn)
         act, attended = x.new_empty(rows, shape.ffn), x.new_empty(rows, shape.attended)
 
-        def step(after: Callable[[Tensor, Tensor], None], layers: Any = layers, x: Tensor = x,
+        def step(after: Callable[[Tensor], None], layers: Any = layers, x: Tensor = x,
                  residual: Tensor = residual, out: Tensor = out, y: Tensor = y, qkv: Tensor = qkv,
                  gate_up: Tensor = gate_up, act: Tensor = act, attended: Tensor = attended) -> None:
             residual.copy_(x)
             out.copy_(x)
-            for i, layer in enumerate(layers):
+            for layer in layers:
                 torch.mm(out, layer.qkv.t(), out=qkv)
                 attended.copy_(qkv[:, : attended.shape[1]])  # in place of attention
                 torch.mm(attended, layer.o.t(), out=y)
-                after(layer.norm2, layer.gate_up)
+                after(layer.norm2)
                 torch.mm(out, layer.gate_up.t(), out=gate_up)
                 swiglu(gate_up, act)
                 torch.mm(act, layer.down.t(), out=y)
-                after(layer.norm, layers[(i + 1) % len(layers)].qkv)
+                after(layer.norm)
 
-        def floor(w: Tensor, _: Tensor, y: Tensor = y, residual: Tensor = residual, out: Tensor = out) -> None:
+        def floor(w: Tensor, y: Tensor = y, residual: Tensor = residual, out: Tensor = out) -> None:
             sum_norm([y], residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out)
 
-        def fused(w: Tensor, after: Tensor, mib: int = 0, y: Tensor = y, residual: Tensor = residual,
+        def fused(w: Tensor, early: bool = False, y: Tensor = y, residual: Tensor = residual,
                   out: Tensor = out, shot: OneShot = shot) -> None:
             shot.all_reduce_norm(
-                y, residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out,
-                next_weight=after if mib else None, spare=60,
-                next_bytes=min(mib << 20, after.numel() * 2))
+                y, residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out, early=early)
 
-        def nccl(w: Tensor, _: Tensor, y: Tensor = y, f: Any = floor) -> None:
+        def nccl(w: Tensor, y: Tensor = y, f: Any = floor) -> None:
             dist.all_reduce(y)
-            f(w, _)
+            f(w)
 
         steps: dict[str, Callable[[], None]] = {
             "norm alone": lambda s=step, f=floor: s(f), "fused": lambda s=step, f=fused: s(f)}
-        for mib in (4, 8, 16):
-            steps[f"fused, {mib} MiB of next weight"] = (
-                lambda s=step, f=fused, m=mib: s(lambda w, a: f(w, a, m)))
+        steps["fused early"] = lambda s=step, f=fused: s(lambda w: f(w, True))
         if dist.get_backend() != "gloo":
             steps["nccl + norm"] = lambda s=step, f=nccl: s(f)
         graphs = {name: capture(s) for name, s in steps.items()}
@@ -337,12 +333,12 @@ SECTIONS = {f.__name__: f for f in (norm, oneshot, signals, copies, reduce, matm
 def show(table: Table, indent: int = 2) -> None:
     for name, value in table.items():
         if isinstance(value, dict) and all(isinstance(v, float) for v in value.values()):
-            print(" " * indent + f"{name:34s} " + "  ".join(f"{k} {v:.4g}" for k, v in value.items()))
+            print(" " * indent + f"{name!s:34s} " + "  ".join(f"{k} {v:.4g}" for k, v in value.items()))
         elif isinstance(value, dict):
             print(" " * indent + str(name))
             show(value, indent + 2)
         else:
-            print(" " * indent + f"{name:34s} {value:.4g}")
+            print(" " * indent + f"{name!s:34s} {value:.4g}")
 
 
 def main() -> None:

@@ -4,6 +4,8 @@
 
     nccl, two_shot      blocking all-reduces in one CUDA graph
     beside              residual stream cut by rows; each transfer beside the matmul on the other rows
+    direct_a_b          the same; around attention, share a of the gathered and b of the scattered rows
+                        stored and read by the kernel that sums and norms
     parts               two parts of the sequence in flight, residual cut by rows within each
     exchange            sum, norm and both transfers in one kernel on few multiprocessors
     *_floor             the same program, its transfers left out, data finite and random
@@ -35,7 +37,7 @@ from plait.runtime.copy_engine import Events, Lane
 from plait.runtime.kernels.exchange import Exchange
 from plait.runtime.kernels.norm import sum_norm
 from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
-from plait.runtime.symmetric import KernelSignals, Signals, StreamSignals, Workspace
+from plait.runtime.symmetric import Workspace
 
 
 @dataclass
@@ -113,6 +115,9 @@ class Blocking:
             norm([self.y], self.residual, model.norm_after(block), self.residual, self.out)
 
 
+Shares = tuple[float, float, float, float]  # direct: gather and scatter of attention, of feed-forward
+
+
 @dataclass
 class Part:
     """Some rows of the sequence, their residual cut among the ranks."""
@@ -123,7 +128,7 @@ class Part:
     transfers: bool
     x: Tensor
     exchange: Exchange | None = None
-    side: Lane | None = None  # of the exchange; default: the compute lane itself
+    shares: Shares = (0.0, 0.0, 0.0, 0.0)
     residual: Tensor = field(init=False)
     events: Events = field(default_factory=dict)
 
@@ -145,11 +150,23 @@ class Part:
         if self.transfers and self.exchange is None:
             self.ring.close(self.events)
 
+    def gathers(self, block: int) -> float:
+        """The direct share of the gather before `block`; the last gather hides behind nothing."""
+        if not block:
+            return 0.0
+        if block > self.work.model.blocks[-1]:
+            return 1.0 if any(self.shares) else 0.0
+        return self.shares[2 * (block % 2)]
+
+    def scatters(self, block: int) -> float:
+        return self.shares[2 * (block % 2) + 1]
+
     def first(self, block: int, pieces: bool = False) -> None:
         model, work = self.work.model, self.work
         with self.compute():
-            if pieces:
-                gather_matmul(self.ring, model.first(block), work.into(block), self.compute, self.events)
+            if pieces and block:
+                gather_matmul(self.ring, model.first(block), work.into(block), self.compute,
+                              self.events, self.gathers(block))
             else:
                 self.compute.after(*self.events.values())
                 torch.mm(self.ring.rows.buffer.local, model.first(block).t(), out=work.into(block))
@@ -160,33 +177,25 @@ class Part:
         ring = self.ring
         with self.compute():
             x, weight = self.work.middle(block), self.work.model.last(block)
-            if pieces and self.transfers:
-                self.events = matmul_scatter(ring, x, weight, self.compute)
-            elif pieces:
-                for rank in (*ring.rows.others, ring.rows.rank):
-                    a, b = ring.rows.bounds[rank], ring.rows.bounds[rank + 1]
-                    torch.mm(x[a:b], weight.t(), out=ring.terms.partials.of(rank))
+            if pieces:
+                self.events = matmul_scatter(ring, x, weight, self.compute, self.scatters(block))
             else:
                 torch.mm(x, weight.t(), out=ring.terms.partials.buffer.local)
                 if self.transfers and self.exchange is None:
                     ring.put(self.compute, ring.collected)
                     self.events = ring.collect()
 
-    def finish(self, block: int, from_kernel: bool) -> None:
+    def finish(self, block: int) -> None:
         weight, ring = self.work.model.norm_after(block), self.ring
-        if self.exchange is not None:
-            side = self.side or self.compute
-            side.after(self.compute.mark())
-            with side():
+        with self.compute():
+            if self.exchange is not None:
                 self.exchange.all_reduce_norm(
                     ring.terms.partials, self.residual, weight, eps=EPS, kind=KIND, rows_out=ring.rows)
-            self.events = {ring.rows.rank: side.mark()}
-            return
-        with self.compute():
-            if self.transfers:
-                finish(ring, self.residual, weight, None, self.compute, self.events,
-                       eps=EPS, kind=KIND, from_kernel=from_kernel)
-                self.events = ring.gather()
+                self.events = {}
+            elif self.transfers:
+                self.events = finish(
+                    ring, self.residual, weight, None, self.compute, self.events, eps=EPS, kind=KIND,
+                    read=self.scatters(block), push=self.gathers(block + 1))
             else:
                 norm(ring.terms.sources(), self.residual, weight, self.residual, ring.rows.own)
 
@@ -195,25 +204,20 @@ class Sharded:
     """`cuts` are the parts' bounds; `streams` compute streams carry the parts in turn."""
 
     def __init__(
-        self, model: Model, x: Tensor, workspace: Workspace, cuts: list[int], *,
-        streams: int = 1, transfers: bool = True, from_kernel: bool = False, tail: bool = True,
-        programs: int = 0, side: bool = False, first: int = 0, stagger: bool = False,
+        self, model: Model, x: Tensor, workspace: Workspace, cuts: list[int], *, streams: int = 1,
+        transfers: bool = True, programs: int = 0, shares: Shares = (0.0, 0.0, 0.0, 0.0),
     ) -> None:
-        self.model, self.from_kernel, self.tail, self.stagger = model, from_kernel, tail, stagger
-        self.workspace, self.programs = workspace, programs
+        self.model, self.workspace = model, workspace
+        self.pieces = transfers and not programs
         qkv, ranks, device = qkv_rows(model), workspace.ranks, x.device
-        self.lanes = [Lane.beside(device, first=i < first) for i in range(streams)]
-        self.sides: list[Lane] = []
+        self.lanes = [Lane.beside(device, first=False) for _ in range(streams)]
         self.parts = []
         for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):
             bounds = [(hi - lo) * r // ranks for r in range(ranks + 1)]
             ring = Ring.of(workspace, bounds, model.shape.hidden, x.dtype)
             work, lane = Work(model, lo, hi, qkv), self.lanes[i % streams]
-            part = Part(work, ring, lane, transfers, x[lo:hi])
+            part = Part(work, ring, lane, transfers, x[lo:hi], shares=shares)
             part.exchange = Exchange(workspace, programs) if programs else None
-            if side:
-                part.side = Lane.beside(device)
-                self.sides.append(part.side)
             self.parts.append(part)
 
     def randomise(self) -> None:
@@ -228,47 +232,25 @@ class Sharded:
 
     def __call__(self) -> None:
         main = Lane.current(self.parts[0].x.device)
-        lanes = [*self.lanes, *self.sides, *(lane for p in self.parts for lane in p.ring.lanes())]
+        lanes = [*self.lanes, *(lane for p in self.parts for lane in p.ring.lanes())]
         for lane in lanes:
             lane.after(main.mark())
         for part in self.parts:
             part.begin()
-        self.one_part() if len(self.parts) == 1 else self.in_turn()
+        self.alone() if len(self.parts) == 1 else self.in_turn()
         for part in self.parts:
             part.end()
         for lane in lanes:
             main.after(lane.mark())
 
-    def one_part(self) -> None:
+    def alone(self) -> None:
         (part,) = self.parts
         for block in self.model.blocks:
-            part.first(block, pieces=not self.programs)
-            part.rest(block, pieces=not self.programs)
-            part.finish(block, self.from_kernel)
+            part.first(block, self.pieces)
+            part.rest(block, self.pieces)
+            part.finish(block)
 
     def in_turn(self) -> None:
-        if self.programs:
-            self.alternate()
-        else:
-            self.interleave()
-
-    def alternate(self) -> None:
-        """a's block | b's block | ...; the exchange of each beside the other."""
-        a, b = self.parts
-        for block in self.model.blocks:
-            a.first(block)
-            keys = a.compute.mark()
-            a.rest(block)
-            a.finish(block, self.from_kernel)
-            if self.stagger and not block:
-                b.compute.after(a.compute.mark())
-            b.first(block)
-            if block % 2 == 0:
-                b.compute.after(keys)
-            b.rest(block)
-            b.finish(block, self.from_kernel)
-
-    def interleave(self) -> None:
         """a: first | b: finish of the block before | a: rest | b: first | a: finish | b: rest ..."""
         a, b = self.parts
         last = self.model.blocks[-1]
@@ -276,16 +258,14 @@ class Sharded:
             a.first(block)
             keys = a.compute.mark()
             if block:
-                b.finish(block - 1, self.from_kernel)
+                b.finish(block - 1)
             a.rest(block)
-            if self.stagger and not block:
-                b.compute.after(a.compute.mark())
             b.first(block)
             if block % 2 == 0:
                 b.compute.after(keys)
-            a.finish(block, self.from_kernel)
-            b.rest(block, pieces=self.tail and block == last)
-        b.finish(last, self.from_kernel)
+            a.finish(block)
+            b.rest(block, pieces=self.pieces and block == last)
+        b.finish(last)
 
 
 def norm(
@@ -308,10 +288,10 @@ def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: 
     ring = Ring.nbytes(t, model.shape.hidden, x.dtype, ranks) + 262144
     half, result = [0, t // 2, t], {}
 
-    def sharded(name: str, cuts: list[int], signals: Signals, **options: Any) -> None:
+    def sharded(name: str, cuts: list[int], **options: Any) -> None:
         if only and name not in only:
             return
-        workspace = Workspace.on_group(ring * (len(cuts) - 1), group, device, signals)
+        workspace = Workspace.on_group(ring * (len(cuts) - 1), group, device)
         run = Sharded(model, x, workspace, cuts, **options)
         workspace.ready()
         if not options.get("transfers", True):
@@ -329,25 +309,16 @@ def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: 
         two_shot = torch.ops.symm_mem.two_shot_all_reduce_
         blocking("two_shot", lambda y: two_shot(y, "sum", group.group_name), y)
     blocking("nccl_floor", lambda y: None, torch.empty_like(x))
-    stream, kernel = StreamSignals(), KernelSignals()
-    sharded("beside", [0, t], stream)
-    sharded("beside_floor", [0, t], stream, transfers=False)
-    sharded("parts", half, stream)
-    sharded("parts_floor", half, stream, transfers=False)
-    sharded("parts_2s", half, stream, streams=2)
-    sharded("parts_2s_first", half, stream, streams=2, first=1)
-    sharded("parts_2s_kernel_first", half, kernel, streams=2, first=1, from_kernel=True)
-    sharded("parts_2s_stagger", half, stream, streams=2, stagger=True)
-    sharded("parts_2s_floor", half, stream, streams=2, transfers=False)
-    for programs in (64, 128):
-        sharded(f"exchange_{programs}", [0, t], stream, programs=programs)
-    for programs in (16, 32):
-        sharded(f"exchange_{programs}_parts", half, stream, programs=programs, side=True)
-        sharded(f"exchange_{programs}_2s", half, stream, programs=programs, streams=2)
-        sharded(f"exchange_{programs}_2s_first", half, stream, programs=programs, streams=2, first=1)
-        sharded(f"exchange_{programs}_2s_side", half, stream, programs=programs, streams=2, side=True)
-        sharded(f"exchange_{programs}_2s_stagger", half, stream, programs=programs, streams=2, side=True,
-                stagger=True)
+    sharded("beside", [0, t])
+    for a, b in ((1.0, 1.0), (0.5, 1.0), (0.5, 0.5), (0.25, 0.5), (0.25, 0.25)):
+        sharded(f"direct_{a}_{b}", [0, t], shares=(a, b, 0.0, 0.0))
+    sharded("direct_0.5_0.5_ffn", [0, t], shares=(0.5, 0.5, 0.0, 0.25))
+    sharded("row_floor", [0, t], transfers=False)
+    sharded("parts", half)
+    sharded("parts_floor", half, transfers=False)
+    sharded("parts_2s", half, streams=2)
+    sharded("parts_2s_floor", half, streams=2, transfers=False)
+    sharded("exchange", [0, t], programs=128)
     return result
 
 
@@ -393,7 +364,7 @@ def run(
     return {"tokens": tokens, "share": share, "layers": layers, "replays": replays, "rows": rows}
 
 
-TRACED = ("nccl_floor", "beside", "parts_2s", "parts_2s_first", "exchange_16_2s_side")
+TRACED = ("nccl_floor", "direct_0.5_0.5", "direct_1.0_1.0", "parts_2s")
 
 
 def timelines(graphs: dict[str, torch.cuda.CUDAGraph], folder: Path, tokens: int) -> None:

@@ -160,20 +160,16 @@ def copy_engine(workspace: Any, device: torch.device) -> None:
 
 
 def block(workspace: Any, device: torch.device) -> None:
-    from plait.runtime.symmetric import KernelSignals
-
-    for signals in (workspace.signals, KernelSignals()):
-        workspace.signals = signals
-        for from_kernel in (False, True):
-            one_block(workspace, device, from_kernel)
+    for share in (0.0, 0.5, 1.0):
+        one_block(workspace, device, share, 1.0 - share)
 
 
-def one_block(workspace: Any, device: torch.device, from_kernel: bool) -> None:
+def one_block(workspace: Any, device: torch.device, read: float, push: float) -> None:
     """gather_matmul -> matmul_scatter -> finish, against the same on whole rows."""
     from plait.runtime.copy_engine import Lane
     from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
 
-    ranks, rank, rows, width, inner = workspace.ranks, workspace.rank, 48, WIDTHS[-1], 32
+    ranks, rank, rows, width, inner = workspace.ranks, workspace.rank, 52, WIDTHS[-1], 32
     bounds = [rows * r // ranks for r in range(ranks + 1)]
     ring = Ring.of(workspace, bounds, width, DTYPE)
     workspace.ready()
@@ -192,12 +188,11 @@ def one_block(workspace: Any, device: torch.device, from_kernel: bool) -> None:
         ring.rows.buffer.local.copy_(x)
         residual.copy_(ring.rows.own)
         events: Any = {}
-        for _ in range(2):
-            gather_matmul(ring, ups[rank], hidden, compute, events)
-            events = matmul_scatter(ring, hidden, downs[rank], compute)
-            finish(ring, residual, scale, None, compute, events, eps=1e-5, kind="rms",
-                   from_kernel=from_kernel)
-            events = ring.gather()
+        for turn in range(2):
+            gather_matmul(ring, ups[rank], hidden, compute, events, push if turn else 0.0)
+            events = matmul_scatter(ring, hidden, downs[rank], compute, read)
+            events = finish(ring, residual, scale, None, compute, events, eps=1e-5, kind="rms",
+                            read=read, push=push)
         compute.after(*events.values())
         result.copy_(ring.rows.buffer.local)
         ring.close(events)
@@ -211,7 +206,6 @@ def one_block(workspace: Any, device: torch.device, from_kernel: bool) -> None:
         )
         out = normed(stream, scale, None, "rms")
     close(result, out)
-
 
 
 def exchange(workspace: Any, device: torch.device) -> None:

@@ -11,7 +11,7 @@ depend neither on chunks nor on timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from plait.runtime.symmetric import Channel, Rows
 
+Range = tuple[int, int]  # rows first to last, exclusive
 Events = dict[int, Any]  # rank -> torch.cuda.Event, or None where there are no streams
 
 
@@ -74,28 +75,46 @@ class Terms:
         return [self.slot(rank) for rank in range(len(self.partials.buffer.on))]
 
 
-def gather(rows: Rows, ready: Channel, lane: Lane) -> Events:
-    """Pull every other rank's rows into this rank's copy."""
-    return _pull(rows, ready, lane, lambda rank: (rows.of(rank), rows.of(rank, on=rank)))
+def gather(
+    rows: Rows, ready: Channel, lane: Lane, part: Callable[[int], Range] | None = None
+) -> Events:
+    """Pull every other rank's rows, or the `part` of them that it names, into this rank's copy."""
+
+    def copy(rank: int) -> tuple[Tensor, Tensor]:
+        first, last = part(rank) if part else (rows.bounds[rank], rows.bounds[rank + 1])
+        return rows.between(first, last), rows.between(first, last, on=rank)
+
+    return _pull(rows.others, ready, lane, copy)
 
 
-def collect(terms: Terms, ready: Channel, lane: Lane) -> Events:
-    """Pull every other rank's terms of this rank's rows."""
+def collect(terms: Terms, ready: Channel, lane: Lane, part: Range | None = None) -> Events:
+    """Pull every other rank's terms of this rank's rows, or of the `part` first to last of them."""
     partials = terms.partials
-    me = partials.rank
-    return _pull(partials, ready, lane, lambda rank: (terms.slot(rank), partials.of(me, on=rank)))
+    begin, end = partials.bounds[partials.rank], partials.bounds[partials.rank + 1]
+    first, last = part or (begin, end)
+
+    def copy(rank: int) -> tuple[Tensor, Tensor]:
+        into = terms.slot(rank)[first - begin : last - begin]
+        return into, partials.between(first, last, on=rank)
+
+    return _pull(partials.others, ready, lane, copy)
 
 
 def _pull(
-    rows: Rows, ready: Channel, lane: Lane, copy: Callable[[int], tuple[Tensor, Tensor]]
+    ranks: Sequence[int],
+    ready: Channel,
+    lane: Lane,
+    copy: Callable[[int], tuple[Tensor, Tensor]],
 ) -> Events:
+    """A copy of no rows has no signal either: its owner does not put."""
     events: Events = {}
     with lane():
-        for rank in rows.others:
-            ready.wait([rank])
+        for rank in ranks:
             into, source = copy(rank)
-            into.copy_(source, non_blocking=True)
-            events[rank] = lane.mark()
+            if into.shape[0]:
+                ready.wait([rank])
+                into.copy_(source, non_blocking=True)
+                events[rank] = lane.mark()
     return events
 
 

@@ -1,12 +1,19 @@
-"""Matmuls in as many pieces as there are owners of rows, each beside the transfer of another piece.
+"""Matmuls in pieces of rows, each beside the transfer of other rows: the cycle of a sharded block.
 
     gather_matmul     own rows first; each other rank's rows as they arrive
     matmul_scatter    the other ranks' rows first, each told to its owner as it is done; own rows last
     finish            sum of the terms + residual + norm on own rows, told to all
 
-The three are the cycle of a transformer block whose residual stream is cut by rows. With N ranks every
-matmul has N pieces. A schedule with several parts in flight uses them with rows of one part, or calls
-gather and collect (copy_engine.py) around whole matmuls.
+The residual stream is cut by rows among the ranks (`Ring`); with N ranks a matmul has N pieces.
+Two ways lead to another rank, and a `direct` share of every rank's rows divides the rows between them:
+
+    copied    by the copy engine, beside the matmul on other rows; costs no multiprocessor, but some
+              15 us of signals and engine changes before the rows can be used
+    direct    read or stored by the kernel that sums and norms; nothing hides it but the other rows of
+              that kernel, and its signals take 3 us
+
+All copied is best where the matmul is longer than the copy. Where it is shorter, the share that
+does not fit beside the matmul goes directly, meanwhile.
 """
 
 from __future__ import annotations
@@ -18,11 +25,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from plait.runtime.copy_engine import Events, Lane, Terms, collect, gather
-from plait.runtime.symmetric import Channel, Rows, Workspace
+from plait.runtime.copy_engine import Events, Lane, Range, Terms, collect, gather
+from plait.runtime.symmetric import Channel, KernelSignals, Rows, Signals, Workspace, bytes_for
 
 if TYPE_CHECKING:
     from plait.runtime.kernels.norm import Kind
+
+GRAIN = 64  # rows; a cut between copied and direct rows is a multiple of it where rows allow
 
 
 @dataclass(frozen=True)
@@ -31,35 +40,50 @@ class Ring:
 
     rows: Rows  # normalised rows, whole after a gather
     terms: Terms
-    gathered: Channel  # the owner's rows are written
-    collected: Channel  # the terms are written
+    gathered: Channel  # the owner's copied rows are written
+    pushed: Channel  # the owner's direct rows are here
+    collected: Channel  # the copied terms are written
+    readable: Channel  # the direct terms are written
     released: Channel  # the rows have been read for the last time; full at the start
     arrivals: Tensor
+    near: Signals  # for the compute lane, where nothing hides a signal
     pulls: Lane
     puts: Lane
 
     @classmethod
     def of(cls, workspace: Workspace, bounds: Sequence[int], width: int, dtype: torch.dtype) -> Ring:
-        shape, bounds = (bounds[-1], width), tuple(bounds)
-        rows = Rows(workspace.buffer(shape, dtype, fill=0), bounds)
-        terms = Terms.of(Rows(workspace.buffer(shape, dtype, fill=0), bounds))
+        shape, cuts = (bounds[-1], width), tuple(bounds)
+        rows = Rows(workspace.buffer(shape, dtype, fill=0), cuts)
+        terms = Terms.of(Rows(workspace.buffer(shape, dtype, fill=0), cuts))
         device = rows.own.device
+        near = KernelSignals() if device.type == "cuda" else workspace.signals
         return cls(
-            rows, terms, workspace.channel(), workspace.channel(),
-            workspace.channel(full=True), workspace.arrivals(), Lane.beside(device), Lane.beside(device),
+            rows, terms, workspace.channel(), workspace.channel(), workspace.channel(),
+            workspace.channel(), workspace.channel(full=True), workspace.arrivals(), near,
+            Lane.beside(device), Lane.beside(device),
         )
 
     @staticmethod
     def nbytes(rows: int, width: int, dtype: torch.dtype, ranks: int) -> int:
-        from plait.runtime.symmetric import bytes_for
-
-        return bytes_for(((rows, width), dtype), ((rows, width), dtype), channels=3, ranks=ranks)
+        return bytes_for(((rows, width), dtype), ((rows, width), dtype), channels=5, ranks=ranks)
 
     def lanes(self) -> tuple[Lane, Lane]:
         return self.pulls, self.puts
 
+    def direct(self, owner: int, share: float) -> Range:
+        """The owner's direct rows: next to its neighbour's, so that both can be one matmul's rows."""
+        begin, end = self.rows.bounds[owner], self.rows.bounds[owner + 1]
+        grain = GRAIN if end - begin >= 2 * GRAIN else 1
+        count = min(end - begin, round((end - begin) * share / grain) * grain)
+        return (begin, begin + count) if owner % 2 else (end - count, end)
+
+    def copied(self, owner: int, share: float) -> Range:
+        begin, end = self.rows.bounds[owner], self.rows.bounds[owner + 1]
+        first, last = self.direct(owner, share)
+        return (last, end) if owner % 2 else (begin, first)
+
     def open(self, compute: Lane) -> None:
-        """Before the first write into `rows` of a step: the peers' last reads were in the step before."""
+        """Before the first write into `rows` of a step; the peers' last reads were a step ago."""
         with compute():
             self.released.wait()
 
@@ -75,31 +99,42 @@ class Ring:
         with self.puts():
             channel.put(ranks)
 
-    def gather(self) -> Events:
-        return gather(self.rows, self.gathered, self.pulls)
+    def gather(self, direct: float = 0.0) -> Events:
+        return gather(self.rows, self.gathered, self.pulls, lambda owner: self.copied(owner, direct))
 
-    def collect(self) -> Events:
-        return collect(self.terms, self.collected, self.pulls)
+    def collect(self, direct: float = 0.0) -> Events:
+        return collect(self.terms, self.collected, self.pulls, self.copied(self.rows.rank, direct))
 
 
-def gather_matmul(ring: Ring, weight: Tensor, out: Tensor, compute: Lane, events: Events) -> None:
-    """out = rows @ weight.T in pieces; `events` are those of `ring.gather()`."""
+def gather_matmul(
+    ring: Ring, weight: Tensor, out: Tensor, compute: Lane, events: Events, direct: float = 0.0
+) -> None:
+    """out = rows @ weight.T in pieces; `events` are those of `ring.gather(direct)`."""
     rows = ring.rows
-    for rank in (rows.rank, *rows.others):
-        compute.after(events.get(rank))
-        part = slice(rows.bounds[rank], rows.bounds[rank + 1])
-        torch.mm(rows.of(rank), weight.t(), out=out[part])
+    here = [(rows.bounds[rows.rank], rows.bounds[rows.rank + 1])]
+    for first, last in merged(here + [ring.direct(rank, direct) for rank in rows.others]):
+        torch.mm(rows.between(first, last), weight.t(), out=out[first:last])
+    for rank in rows.others:
+        first, last = ring.copied(rank, direct)
+        if first < last:
+            compute.after(events.get(rank))
+            torch.mm(rows.between(first, last), weight.t(), out=out[first:last])
 
 
-def matmul_scatter(ring: Ring, x: Tensor, weight: Tensor, compute: Lane) -> Events:
+def matmul_scatter(
+    ring: Ring, x: Tensor, weight: Tensor, compute: Lane, direct: float = 0.0
+) -> Events:
     """terms = x @ weight.T in pieces, each told to the owner of its rows; pulls the own rows' terms."""
     partials = ring.terms.partials
-    for rank in (*partials.others, partials.rank):
-        part = slice(partials.bounds[rank], partials.bounds[rank + 1])
-        torch.mm(x[part], weight.t(), out=partials.of(rank))
-        if rank != partials.rank:
+    for rank in partials.others:
+        first, last = ring.copied(rank, direct)
+        if first < last:
+            torch.mm(x[first:last], weight.t(), out=partials.between(first, last))
             ring.put(compute, ring.collected, [rank])
-    return ring.collect()
+    own = [(partials.bounds[partials.rank], partials.bounds[partials.rank + 1])]
+    for first, last in merged(own + [ring.direct(rank, direct) for rank in partials.others]):
+        torch.mm(x[first:last], weight.t(), out=partials.between(first, last))
+    return ring.collect(direct)
 
 
 def finish(
@@ -112,19 +147,46 @@ def finish(
     *,
     eps: float,
     kind: Kind,
-    from_kernel: bool = False,
-) -> None:
-    """Sum the collected terms, add to `residual` in place, norm into the own rows, tell all others.
+    read: float = 0.0,
+    push: float = 0.0,
+) -> Events:
+    """Sum the terms, add to `residual` in place, norm into the own rows, hand them on.
 
-    `from_kernel`: the kernel signals itself, else the stream does after it.
+    `read`: the direct share of the scatter before; `push`: that of the gather that follows, whose
+    events are returned.
     """
-    from plait.runtime.kernels.norm import sum_norm
+    from plait.runtime.kernels.norm import Reach, sum_norm
 
     compute.after(*events.values())
+    if read:
+        ring.near.meet(ring.readable.outgoing(), ring.readable.incoming())
+    rows, partials, me = ring.rows, ring.terms.partials, ring.rows.rank
+    begin, everyone = rows.bounds[me], range(len(rows.buffer.on))
+
+    def reach(tensors: list[Tensor], share: float) -> Reach | None:
+        first, last = ring.direct(me, share)
+        return Reach(tensors, first - begin, last - begin) if share else None
+
     sum_norm(
         ring.terms.sources(), residual, weight, bias, eps=eps, kind=kind,
-        residual_out=residual, rows_out=ring.rows.own,
-        publish=(ring.arrivals, ring.gathered.outgoing()) if from_kernel else None,
+        residual_out=residual, rows_out=rows.own,
+        far=reach([partials.of(me, on=rank) for rank in everyone], read),
+        push=reach([rows.of(me, on=rank) for rank in rows.others], push),
     )
-    if not from_kernel:
+    if push:
+        copies = ring.gathered.outgoing() if push < 1 else []
+        ring.near.meet([*copies, *ring.pushed.outgoing()], ring.pushed.incoming())
+    else:
         ring.put(compute, ring.gathered)
+    return ring.gather(push)
+
+
+def merged(ranges: list[Range]) -> list[Range]:
+    """Sorted, without the empty ones, neighbours joined."""
+    joined: list[Range] = []
+    for first, last in sorted(r for r in ranges if r[0] < r[1]):
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined

@@ -59,8 +59,11 @@ class Rows:
 
     def of(self, owner: int, on: int | None = None) -> Tensor:
         """The rows that `owner` owns, in the copy of rank `on` (default: this rank's)."""
+        return self.between(self.bounds[owner], self.bounds[owner + 1], on)
+
+    def between(self, first: int, last: int, on: int | None = None) -> Tensor:
         copy = self.buffer.local if on is None else self.buffer.on[on]
-        return copy[self.bounds[owner] : self.bounds[owner + 1]]
+        return copy[first:last]
 
     @property
     def own(self) -> Tensor:
@@ -82,6 +85,8 @@ class Signals(Protocol):
 
     def fill(self, flags: Sequence[Tensor]) -> None: ...
     def drain(self, flags: Sequence[Tensor]) -> None: ...
+    def meet(self, fills: Sequence[Tensor], drains: Sequence[Tensor]) -> None:
+        """Fill `fills`, then drain `drains`, in one launch."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,11 @@ class Channel:
 
     def wait(self, ranks: Sequence[int] | None = None) -> None:
         """Hold this stream until each of `ranks` (default: all others) has put."""
-        self.signals.drain([self.flags.local[r, :1] for r in self._others(ranks)])
+        self.signals.drain(self.incoming(ranks))
+
+    def incoming(self, ranks: Sequence[int] | None = None) -> list[Tensor]:
+        """The flags that `wait` empties."""
+        return [self.flags.local[r, :1] for r in self._others(ranks)]
 
     def outgoing(self, ranks: Sequence[int] | None = None) -> list[Tensor]:
         """The flags that `put` fills, for kernels that signal themselves."""
@@ -206,6 +215,11 @@ class KernelSignals:
 
         drain_kernel[(1,)](tuple(flags), num_warps=1)
 
+    def meet(self, fills: Sequence[Tensor], drains: Sequence[Tensor]) -> None:
+        from plait.runtime.kernels.signals import meet_kernel
+
+        meet_kernel[(1,)](tuple(fills), tuple(drains), num_warps=1)
+
 
 class StreamSignals:
     """The stream's own memory operations: one node in a graph, no kernel.
@@ -214,15 +228,18 @@ class StreamSignals:
     """
 
     def fill(self, flags: Sequence[Tensor]) -> None:
-        from plait.runtime.memops import batch, write
-
-        batch([write(flag.data_ptr(), 1) for flag in flags])
+        self.meet(flags, ())
 
     def drain(self, flags: Sequence[Tensor]) -> None:
+        self.meet((), flags)
+
+    def meet(self, fills: Sequence[Tensor], drains: Sequence[Tensor]) -> None:
         from plait.runtime.memops import batch, wait_equal, write
 
-        pairs = ((wait_equal(flag.data_ptr(), 1), write(flag.data_ptr(), 0)) for flag in flags)
-        batch([operation for pair in pairs for operation in pair])
+        operations = [write(flag.data_ptr(), 1) for flag in fills]
+        for flag in drains:
+            operations += [wait_equal(flag.data_ptr(), 1), write(flag.data_ptr(), 0)]
+        batch(operations)
 
 
 class HostSignals:
@@ -240,6 +257,10 @@ class HostSignals:
         for flag in flags:
             self._until(flag, 1)
             flag.fill_(0)
+
+    def meet(self, fills: Sequence[Tensor], drains: Sequence[Tensor]) -> None:
+        self.fill(fills)
+        self.drain(drains)
 
     def _until(self, flag: Tensor, value: int) -> None:
         limit = time.monotonic() + self.timeout

@@ -6,9 +6,9 @@
                  barrier with program i of every rank      all rows are here
 
 Reading, summing and storing of different rows overlap, so that the link is busy all the while; each
-direction of it carries 2 (n-1)/n of the rows, as in any all-reduce. `DEPTH` rows of a program are in
-flight: 16 programs of 4 rows of 16 KiB fill NVLink. The barriers make every call complete in itself:
-it needs no other signal, and a captured graph may hold any number of calls.
+direction of it carries 2 (n-1)/n of the rows, as in any all-reduce; `DEPTH` rows of a program are in
+flight. The barriers make every call complete in itself: it needs no other signal, and a captured
+graph may hold any number of calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plait.runtime.kernels.norm import Kind, load_row, normalise
+from plait.runtime.kernels.norm import Kind, load_row, residual_norm_row, warps
 from plait.runtime.kernels.signals import meet
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from plait.runtime.symmetric import Rows, Workspace
 
-WARPS = 16
-PROGRAMS = 16  # at most as many as multiprocessors: they wait for each other across ranks
+PROGRAMS = 64  # at most as many as multiprocessors: they wait for each other across ranks
 
 
 @triton.jit
@@ -58,13 +57,11 @@ def exchange_kernel(
             total = loaded[ahead * RANKS].to(tl.float32)
             for rank in tl.static_range(1, RANKS):
                 total += loaded[ahead * RANKS + rank].to(tl.float32)
-            out = total.to(dtype)
-            if residual is not None:
-                old = residual + (here - first).to(tl.int64) * width + cols
-                out = (out.to(tl.float32) + tl.load(old, mask=inside, other=0.0).to(tl.float32)).to(dtype)
-                tl.store(old, out, mask=inside)
-            if KIND != "none":
-                out = normalise(out.to(tl.float32), scale, shift, keep, width, eps, dtype, KIND).to(dtype)
+            own = (here - first).to(tl.int64) * width
+            old = load_row(residual + own, cols, inside) if residual is not None else None
+            out = residual_norm_row(
+                total, old, scale, shift, residual, own, cols, inside, width, eps, dtype, KIND
+            )
             place = here.to(tl.int64) * width + cols
             for step in tl.static_range(RANKS):
                 tl.store(rows_out[(RANK + step) % RANKS] + place, out, mask=inside)
@@ -92,9 +89,10 @@ class Exchange:
     ) -> None:
         """Sum `terms` over the ranks; own rows: add to `residual` in place, norm, store everywhere."""
         rank, width = terms.rank, terms.own.shape[1]
+        block = triton.next_power_of_2(width)
         exchange_kernel[(self.programs,)](
             terms.buffer.on, rows_out.buffer.on, self.flags.on, residual, weight, bias,
             terms.bounds[rank], terms.bounds[rank + 1], width, eps,
-            RANK=rank, BLOCK=triton.next_power_of_2(width), KIND=kind,
-            DEPTH=max(1, 8 // len(terms.buffer.on)), num_warps=WARPS,
+            RANK=rank, BLOCK=block, KIND=kind,
+            DEPTH=max(1, 4 // len(terms.buffer.on)), num_warps=warps(block),
         )

@@ -8,22 +8,23 @@ One program owns one row, so the bits of a row depend neither on the other rows 
 chunks. With one source it is a plain residual and norm. `rows` may lie in symmetric memory; then
 `flags` tells the readers that all rows are there, without a launch of its own.
 
+Terms may lie on other ranks (`far`) and rows be stored there (`push`): then the kernel is the transfer
+too, as long as the link takes, but without the latencies of a copy and its signals.
+
 Bytes moved a row of d elements: (sources + 1) d read and 2 d written, which is the floor.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from plait.runtime.kernels.signals import fill_when_last
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 Kind = Literal["none", "rms", "rms_rounded", "layer"]
 """`rms_rounded` rounds the normalised row to the dtype before it is scaled by the weight."""
@@ -49,61 +50,68 @@ def load_row(pointer, cols, keep):
 
 @triton.jit
 def residual_norm_row(
-    total,
-    residual,
-    weight,
-    bias,
-    residual_out,
-    rows_out,
-    start,
-    cols,
-    keep,
-    width,
-    eps,
-    KIND: tl.constexpr,
+    total, residual, weight, bias, residual_out, start, cols, keep, width, eps,
+    dtype: tl.constexpr, KIND: tl.constexpr,
 ):
-    """From the fp32 sum of one row to its two outputs; `weight` and `residual` may be None."""
-    dtype: tl.constexpr = rows_out.dtype.element_ty
+    """From the fp32 sum of one row to its norm; stores the residual, which like `weight` may be None."""
     row = total.to(dtype)
     if residual is not None:
         row = (row.to(tl.float32) + residual).to(dtype)
         tl.store(residual_out + start + cols, row, mask=keep)
     if KIND == "none":
-        tl.store(rows_out + start + cols, row, mask=keep)
-    else:
-        out = normalise(row.to(tl.float32), weight, bias, keep, width, eps, dtype, KIND)
-        tl.store(rows_out + start + cols, out.to(dtype), mask=keep)
+        return row
+    return normalise(row.to(tl.float32), weight, bias, keep, width, eps, dtype, KIND).to(dtype)
 
 
 @triton.jit
-def sum_norm_kernel(
-    sources,
-    residual,
-    weight,
-    bias,
-    residual_out,
-    rows_out,
-    arrivals,
-    flags,
-    width,
-    eps,
-    BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    cols = tl.arange(0, BLOCK)
-    keep = cols < width
-    start = tl.program_id(0).to(tl.int64) * width
+def sum_row(sources, start, cols, keep):
     total = load_row(sources[0] + start, cols, keep)
     for i in tl.static_range(1, len(sources)):
         total += load_row(sources[i] + start, cols, keep)
+    return total
+
+
+@triton.jit(do_not_specialize=["far_first", "far_last", "push_first", "push_last"])
+def sum_norm_kernel(
+    sources, far, residual, weight, bias, residual_out, rows_out, pushed, arrivals, flags,
+    far_first, far_last, push_first, push_last, width, eps,
+    BLOCK: tl.constexpr, KIND: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK)
+    keep = cols < width
+    # Rows whose terms are far away come first: they take longest.
+    row = (tl.program_id(0) + far_first) % tl.num_programs(0)
+    start = row.to(tl.int64) * width
     old = load_row(residual + start, cols, keep) if residual is not None else None
     scale = load_row(weight, cols, keep) if weight is not None else None
     shift = load_row(bias, cols, keep) if bias is not None else 0.0
-    residual_norm_row(
-        total, old, scale, shift, residual_out, rows_out, start, cols, keep, width, eps, KIND
+    if far is None:
+        total = sum_row(sources, start, cols, keep)
+    else:
+        if (row >= far_first) & (row < far_last):
+            total = sum_row(far, start, cols, keep)
+        else:
+            total = sum_row(sources, start, cols, keep)
+    dtype: tl.constexpr = rows_out.dtype.element_ty
+    out = residual_norm_row(
+        total, old, scale, shift, residual_out, start, cols, keep, width, eps, dtype, KIND
     )
+    tl.store(rows_out + start + cols, out, mask=keep)
+    if pushed is not None:
+        if (row >= push_first) & (row < push_last):
+            for i in tl.static_range(len(pushed)):
+                tl.store(pushed[i] + start + cols, out, mask=keep)
     if flags is not None:
         fill_when_last(arrivals, flags)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Rows first to last that are read from, or stored to, other ranks' memory by the kernel."""
+
+    tensors: Sequence[Tensor]  # as `sources`, or the other ranks' copies of `rows_out`
+    first: int
+    last: int
 
 
 def sum_norm(
@@ -116,11 +124,14 @@ def sum_norm(
     kind: Kind,
     residual_out: Tensor | None,
     rows_out: Tensor,
+    far: Reach | None = None,
+    push: Reach | None = None,
     publish: tuple[Tensor, Sequence[Tensor]] | None = None,
 ) -> None:
     """Sum `sources` [rows, d] in order, add `residual`, norm into `rows_out`.
 
-    `residual_out` may be `residual`. `publish`: the grid's arrival counter and the flags to fill.
+    `residual_out` may be `residual`. `far`: rows whose terms are read from there instead; `push`:
+    rows that are stored there too. `publish`: the grid's arrival counter and the flags to fill.
     """
     rows, width = rows_out.shape
     if not rows:
@@ -129,22 +140,14 @@ def sum_norm(
     arrivals, flags = publish if publish is not None else (None, None)
     block = triton.next_power_of_2(width)
     sum_norm_kernel[(rows,)](
-        tuple(sources),
-        residual,
-        weight,
-        bias,
-        residual_out,
-        rows_out,
-        arrivals,
-        None if flags is None else tuple(flags),
-        width,
-        eps,
-        BLOCK=block,
-        KIND=kind,
-        num_warps=warps(block),
+        tuple(sources), tuple(far.tensors) if far else None, residual, weight, bias, residual_out,
+        rows_out, tuple(push.tensors) if push else None, arrivals, tuple(flags) if flags else None,
+        far.first if far else 0, far.last if far else 0,
+        push.first if push else 0, push.last if push else 0, width, eps,
+        BLOCK=block, KIND=kind, num_warps=warps(block),
     )
 
 
 def warps(block: int) -> int:
-    """32 elements a thread, at most 16 warps."""
+    """32 elements a thread, at most 16 warps; one rule for all kernels, so that their bits agree."""
     return min(16, max(1, block // 1024))

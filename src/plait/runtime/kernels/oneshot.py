@@ -34,24 +34,6 @@ if TYPE_CHECKING:
 
 EMPTY = -1
 ROWS = 128  # at most as many as multiprocessors, so that every row's program is resident
-PREFETCH = 4096  # bytes a thread asks into L2 at once
-
-
-@triton.jit
-def prefetch_l2(pointer, total, first, programs, THREADS: tl.constexpr, PREFETCH: tl.constexpr):
-    """Ask for `total` bytes at `pointer`, shared by `programs` programs, `first` being this one."""
-    lane = tl.arange(0, THREADS).to(tl.int64)
-    for block in range(first, tl.cdiv(total, THREADS * PREFETCH), programs):
-        offset = (block * THREADS + lane) * PREFETCH
-        address = pointer.to(tl.int64) + tl.minimum(offset, total - PREFETCH)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;",
-            "=r,l",
-            [address],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -59,79 +41,56 @@ def missing(words):
     return tl.max((words == -1).to(tl.int32), axis=0) != 0
 
 
-@triton.jit(do_not_specialize=["rows", "next_bytes"])
+@triton.jit
 def one_shot_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    slots,
-    turns,
-    residual_out,
-    rows_out,
-    width,
-    eps,
-    rows,
-    next_weight,
-    next_bytes,
-    RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    THREADS: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    x, residual, weight, bias, slots, turns, residual_out, rows_out, width, eps,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, CAPACITY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     RANKS: tl.constexpr = len(slots)
+    dtype: tl.constexpr = x.dtype.element_ty
+    word: tl.constexpr = slots[RANK].dtype.element_ty
     row = tl.program_id(0)
-    if row >= rows:
-        if next_weight is not None:
-            prefetch_l2(
-                next_weight, next_bytes, row - rows, tl.num_programs(0) - rows, THREADS, PREFETCH
-            )
-    else:
-        cols = tl.arange(0, BLOCK)
-        keep = cols < width
-        scale = load_row(weight, cols, keep) if weight is not None else None
-        shift = load_row(bias, cols, keep) if bias is not None else 0.0
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        dtype: tl.constexpr = x.dtype.element_ty
-        words: tl.constexpr = slots[RANK].dtype.element_ty
-        start = row.to(tl.int64) * width
-        turn = tl.load(turns + row)
-        bank = (turn & 1) * RANKS
-        mine = tl.load(x + start + cols, mask=keep, other=0.0)
-        bits = mine.to(words, bitcast=True)
-        bits = tl.where(bits == -1, -2, bits).to(words)
-        for step in tl.static_range(1, RANKS):
-            place = slots[(RANK + step) % RANKS]
-            place += ((bank + RANK) * CAPACITY + row).to(tl.int64) * width
-            tl.store(place + cols, bits, mask=keep)
-        old = load_row(residual + start, cols, keep) if residual is not None else None
-        # Ask for every rank's words before any is needed; poll again only those that are not here.
-        first = ()
-        for rank in tl.static_range(RANKS):
+    start = row.to(tl.int64) * width
+    cols = tl.arange(0, BLOCK)
+    keep = cols < width
+    scale = load_row(weight, cols, keep) if weight is not None else None
+    shift = load_row(bias, cols, keep) if bias is not None else 0.0
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    turn = tl.load(turns + row)
+    bank = (turn & 1) * RANKS
+    mine = tl.load(x + start + cols, mask=keep, other=0.0).to(word, bitcast=True)
+    mine = tl.where(mine == -1, -2, mine).to(word)
+    for step in tl.static_range(1, RANKS):
+        place = slots[(RANK + step) % RANKS]
+        place += ((bank + RANK) * CAPACITY + row).to(tl.int64) * width
+        tl.store(place + cols, mine, mask=keep)
+    old = load_row(residual + start, cols, keep) if residual is not None else None
+    # Ask for every rank's words before any is needed; poll again only those that are not here.
+    words = ()
+    for rank in tl.static_range(RANKS):
+        place = slots[RANK] + ((bank + rank) * CAPACITY + row).to(tl.int64) * width
+        if rank == RANK:
+            words = words + (mine,)
+        else:
+            words = words + (tl.load(place + cols, mask=keep, other=0, volatile=True),)
+    total = tl.zeros([BLOCK], tl.float32)
+    for rank in tl.static_range(RANKS):
+        got = words[rank]
+        if rank != RANK:
             place = slots[RANK] + ((bank + rank) * CAPACITY + row).to(tl.int64) * width
-            if rank == RANK:
-                first = first + (bits,)
-            else:
-                first = first + (tl.load(place + cols, mask=keep, other=0, volatile=True),)
-        total = tl.zeros([BLOCK], tl.float32)
-        for rank in tl.static_range(RANKS):
-            place = slots[RANK] + ((bank + rank) * CAPACITY + row).to(tl.int64) * width
-            got = first[rank]
-            if rank != RANK:
-                while missing(got):
-                    got = tl.load(place + cols, mask=keep, other=0, volatile=True)
-                tl.store(place + cols, tl.full([BLOCK], -1, words), mask=keep)
-            total += got.to(dtype, bitcast=True).to(tl.float32)
-        tl.store(turns + row, turn + 1)
-        residual_norm_row(
-            total, old, scale, shift, residual_out, rows_out, start, cols, keep, width, eps, KIND
-        )
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+            while missing(got):
+                got = tl.load(place + cols, mask=keep, other=0, volatile=True)
+            tl.store(place + cols, tl.full([BLOCK], -1, word), mask=keep)
+        total += got.to(dtype, bitcast=True).to(tl.float32)
+    tl.store(turns + row, turn + 1)
+    out = residual_norm_row(
+        total, old, scale, shift, residual_out, start, cols, keep, width, eps, dtype, KIND
+    )
+    tl.store(rows_out + start + cols, out, mask=keep)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 class OneShot:
@@ -162,41 +121,18 @@ class OneShot:
         kind: Kind = "none",
         residual_out: Tensor | None = None,
         rows_out: Tensor,
-        next_weight: Tensor | None = None,
-        next_bytes: int = 0,
-        spare: int = 0,
-        pdl: bool = False,
+        early: bool = False,
     ) -> None:
         """Sum `x` [rows, width] over the ranks, then as `sum_norm`.
 
-        `next_weight`: up to `next_bytes` of it are asked into L2 by `spare` more programs meanwhile.
+        `early`: start beside the end of the kernel before (programmatic dependent launch).
         """
         rows, width = x.shape
-        assert width == self.width and rows <= self.capacity, (rows, width)
+        assert width == self.width, (width, self.width)
+        assert rows <= self.capacity, (rows, self.capacity)
         block = triton.next_power_of_2(width)
-        threads = warps(block) * 32
-        spare = spare if next_weight is not None else 0
-        one_shot_kernel[(rows + spare,)](
-            x,
-            residual,
-            weight,
-            bias,
-            self.slots.on,
-            self.turns,
-            residual_out,
-            rows_out,
-            width,
-            eps,
-            rows,
-            next_weight,
-            next_bytes,
-            RANK=self.rank,
-            BLOCK=block,
-            KIND=kind,
-            CAPACITY=self.capacity,
-            THREADS=threads,
-            PREFETCH=PREFETCH,
-            PDL=pdl,
-            num_warps=warps(block),
-            **({"launch_pdl": True} if pdl else {}),
+        one_shot_kernel[(rows,)](
+            x, residual, weight, bias, self.slots.on, self.turns, residual_out, rows_out, width, eps,
+            RANK=self.rank, BLOCK=block, KIND=kind, CAPACITY=self.capacity, EARLY=early,
+            num_warps=warps(block), **({"launch_pdl": True} if early else {}),
         )

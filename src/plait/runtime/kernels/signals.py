@@ -60,3 +60,11 @@ def fill_kernel(flags):
 def drain_kernel(flags):
     for i in tl.static_range(len(flags)):
         drain(flags[i])
+
+
+@triton.jit
+def meet_kernel(fills, drains):
+    for i in tl.static_range(len(fills)):
+        fill(fills[i])
+    for i in tl.static_range(len(drains)):
+        drain(drains[i])
