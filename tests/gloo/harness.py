@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -33,7 +34,7 @@ import torch.distributed as dist
 
 from plait.runtime.processes import die_with_parent
 
-PRELOAD = ["torch", "torch.distributed", "torch.export", "torch._dynamo", "transformers"]
+PRELOAD = ["torch", "torch.export", "torch._dynamo", "transformers", "pytest", "plait"]
 SIZES = (4, 8)  # a pool has one of these sizes: few restarts, and idle ranks cost nothing
 
 
@@ -155,6 +156,7 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="plait-pool-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
+        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)  # for what it preloads
         for rank in range(size):
             ours, theirs = context.Pipe()
             stacks = Path(self.folder.name) / f"stacks-{rank}"
