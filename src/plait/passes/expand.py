@@ -37,7 +37,9 @@ def _split(strategy: Strategy) -> Split:
     return strategy.split
 
 
-def mean(e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]) -> fx.Node:
+def mean(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
     split = _split(strategy)
     share = 1.0
     for letter in access.letters:
@@ -155,7 +157,7 @@ def dropout(
     e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
 ) -> fx.Node:
     bound = bind(node)
-    rows: list[tuple[int, int, Any]] = []
+    rows: list[tuple[int, int, Any]] = e.rows(access.result)
     if strategy.split is not None:
         split = strategy.split
         dim = split.dim(access.result)
@@ -198,4 +200,3 @@ STATISTICS: dict[str, Expansion] = {
     "layer_norm": layer_norm,
     "cross_entropy_loss": cross_entropy,
 }
-

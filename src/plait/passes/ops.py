@@ -1,4 +1,4 @@
-"""Plait's own operators: what a rank runs where the local form of an ATen operator is not one itself.
+"""Plait's own operators: what a rank runs where an ATen operator has no local form of its own.
 
 They are plain functions of tensors, differentiable by autograd, and stand in partitioned graphs as
 call_function nodes.
@@ -6,10 +6,13 @@ call_function nodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from plait.rules.equation import Ranges
+from plait.rules.moves import take
 
 Rows = tuple[tuple[int, int, Ranges], ...]  # (dim, global size, the rows held) for each cut dim
 
@@ -17,7 +20,7 @@ Rows = tuple[tuple[int, int, Ranges], ...]  # (dim, global size, the rows held) 
 def embedding_rows(
     weight: Tensor, ids: Tensor, padding_idx: int, scale: bool, rows: Ranges
 ) -> Tensor:
-    """`v d, * -> * d` where `weight` holds only `rows` of v: other ids give zeros (a partial sum)."""
+    """`v d, * -> * d` where `weight` holds only `rows` of v; other ids give zeros (a partial)."""
     local, held = local_index(ids, rows)
     if padding_idx >= 0:
         at, inside = local_index(torch.tensor(padding_idx), rows)
@@ -107,3 +110,28 @@ def nll(lse: Tensor, picked: Tensor, mean: Tensor | None, target: Tensor, option
         case _:
             return loss.sum()
 
+
+def take_rows(x: Tensor, dim: int, rows: Ranges) -> Tensor:
+    """One chunk of a value: its rows along `dim`, in the order of `rows`."""
+    return take(x, dim, rows)
+
+
+def join_rows(parts: Sequence[Tensor], dim: int, rows: Sequence[Ranges]) -> Tensor:
+    """The value from its chunks, each of which holds `rows[i]`."""
+    runs: list[tuple[int, Tensor]] = []
+    for part, held in zip(parts, rows, strict=True):
+        pieces = (
+            part.split([hi - lo for lo, hi in held], dim) if len(held) > 1 else (part,) * len(held)
+        )
+        runs += [(lo, piece) for (lo, _), piece in zip(held, pieces, strict=True)]
+    return torch.cat([piece for _, piece in sorted(runs, key=lambda run: run[0])], dim)
+
+
+def sum_terms(*terms: Tensor) -> Tensor:
+    """The terms in the order given, added in fp32 where narrower: bits depend on nothing else."""
+    dtype = terms[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = total + term
+    return total.to(dtype)

@@ -7,7 +7,8 @@ nodes in the same order; only arguments differ. So the order of collectives is t
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +17,18 @@ from torch import Tensor, fx
 
 from plait.passes.expand import expansion, is_random
 from plait.program import Program, Weight, module_path
-from plait.rules.describe import Description
-from plait.rules.equation import Dims
+from plait.rules.describe import Access, Description
+from plait.rules.equation import Dims, Ranges
 from plait.rules.layout import COPIED, WHOLE, Layout, Strategy
 from plait.rules.moves import Conversion, Cut, Step, conversion, take
+from plait.rules.split import Split
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Site:
-    """One move in the program: `name` is stable across ranks and runs; it is how users address it."""
+    """One move in the program; `name` is the same on all ranks and in all runs: users say it."""
 
     name: str
     conversion: Conversion
@@ -36,6 +38,8 @@ class Site:
     shape: tuple[int, ...]  # of the whole value
     dtype: torch.dtype
     grad: bool  # gradients come back through it
+    key: str = ""  # what moves and where to: equal however the program is ordered
+    of: str = ""  # the site of which this is one chunk: started and waited for apart
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,13 @@ class Emitter:
     graph: fx.Graph = field(default_factory=fx.Graph)
     sites: dict[str, Site] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
-    _values: dict[tuple[fx.Node, Layout], fx.Node] = field(default_factory=dict)
-    _own: dict[fx.Node, tuple[fx.Node, Layout]] = field(default_factory=dict)
+    _values: MutableMapping[tuple[fx.Node, Layout], fx.Node] = field(default_factory=dict)
+    _own: MutableMapping[fx.Node, tuple[fx.Node, Layout]] = field(default_factory=dict)
     _tables: dict[tuple[Any, ...], fx.Node] = field(default_factory=dict)
     _seed: fx.Node | None = None
     _draws: bool = False
-    _salts: int = 0
+    _salts: dict[fx.Node, int] = field(default_factory=dict)
+    _asked: Counter[Any] = field(default_factory=Counter)
     _current: fx.Node | None = None
 
     # -- what expansions use -----------------------------------------------------------------------
@@ -92,10 +97,7 @@ class Emitter:
         """The node itself on this rank: arguments localised, operands replaced by `xs`."""
         access = self.description.accesses[node]
         strategy = self.strategies[node]
-        args, kwargs, target = node.args, node.kwargs, node.target
-        if strategy.split is not None and access.local is not None:
-            args, kwargs = access.local(node, strategy.split, self.rank)
-            target = _LOCAL_TARGET.get(target, target)
+        args, kwargs, target = self._localise(node, access, strategy)
         target = _ALWAYS.get(target, target)
         queues: dict[fx.Node, deque[fx.Node]] = defaultdict(deque)
         for operand, x in zip(access.operands, xs, strict=True):
@@ -110,6 +112,17 @@ class Emitter:
         return self.graph.call_function(
             target, fx.map_arg(args, replace), fx.map_arg(kwargs, replace)
         )
+
+    def _localise(self, node: fx.Node, access: Access, strategy: Strategy) -> Any:
+        """(args, kwargs, target) with the sizes that this rank has."""
+        if strategy.split is None or access.local is None:
+            return node.args, node.kwargs, node.target
+        return self._localised(node, access, strategy.split, self.rank)
+
+    def _localised(self, node: fx.Node, access: Access, split: Split, rank: int) -> Any:
+        assert access.local is not None
+        target = _LOCAL_TARGET.get(node.target, node.target)
+        return *access.local(node, split, rank), target
 
     def scalar(self, node: fx.Node) -> fx.Node:
         """A node that is no tensor operand (a size), or a tensor only looked at for its sizes."""
@@ -131,7 +144,7 @@ class Emitter:
         for step in conversion(a, b, dims):
             if not grad and step.forward.action == "identity":
                 continue
-            x = self._site(step, x, about, grad, dims)
+            x = self._site(step, x, about, grad, dims, f"{about.name}: {a} -> {b}")
         return x
 
     def constant(self, value: Tensor, name: str) -> fx.Node:
@@ -144,16 +157,23 @@ class Emitter:
         return self._seed
 
     def salt(self) -> int:
-        self._salts += 1
-        return self._salts
+        """A number of the operator's own, whatever the order of emission."""
+        assert self._current is not None
+        return self._salts[self._current]
+
+    def rows(self, dims: Dims) -> list[tuple[int, int, Ranges]]:
+        """What a value with `dims` holds of dims that are cut otherwise than by its strategy."""
+        return []
 
     # -- the walk ----------------------------------------------------------------------------------
 
     def run(self) -> Local:
         shares = []
         weights = {w.node: w for w in self.program.weights}
-        self._draws = any(is_random(n) for n in self.program.graph.nodes)
-        for node in self.program.graph.nodes:
+        random = [n for n in self.program.graph.nodes if is_random(n)]
+        self._draws = bool(random)
+        self._salts = {n: i + 1 for i, n in enumerate(random)}
+        for node in self._order():
             self._current = node
             if node.op == "placeholder":
                 if node.name in weights:
@@ -166,6 +186,9 @@ class Emitter:
             elif node.op == "output":
                 self._output(node)
         return Local(self.rank, self.graph, tuple(shares), self.sites, self.constants, self._draws)
+
+    def _order(self) -> Sequence[fx.Node]:
+        return list(self.program.graph.nodes)
 
     def _weight(self, node: fx.Node, weight: Weight) -> Share:
         layout = self.strategies[node].results[0]
@@ -232,7 +255,7 @@ class Emitter:
         key = (node, Layout("shared"))
         if key not in self._values:
             step = Conversion(Step("identity"), Step("share"), cut)
-            self._values[key] = self._site(step, x, node, True, dims)
+            self._values[key] = self._site(step, x, node, True, dims, f"{node.name}: shared")
         return self._values[key]
 
     def _constant_value(self, node: fx.Node, need: Layout, dims: Dims) -> fx.Node:
@@ -249,16 +272,23 @@ class Emitter:
             self._tables[key] = self.constant(table, "table")
         return self._tables[key]
 
-    def _site(self, c: Conversion, x: fx.Node, about: fx.Node, grad: bool, dims: Dims) -> fx.Node:
-        name = f"move_{len(self.sites)}"
+    def _site(
+        self, c: Conversion, x: fx.Node, about: fx.Node, grad: bool, dims: Dims, key: str
+    ) -> fx.Node:
+        site = self._new_site(c, about, grad, dims, key)
+        self.sites[site.name] = site
+        return self.graph.call_module(site.name, (x,))
+
+    def _new_site(self, c: Conversion, about: fx.Node, grad: bool, dims: Dims, key: str) -> Site:
+        self._asked[key] += 1
+        key = f"{key} #{self._asked[key]}"
         current = self._current if self._current is not None else about
         value = about.meta.get("val")
         dtype = value.dtype if isinstance(value, Tensor) else torch.float32
         shape = tuple(f.size for f in dims) if dims else _shape(value)
-        self.sites[name] = Site(
-            name, c, about.name, module_path(current), current.meta.get("stack_trace", ""), shape, dtype, grad
-        )
-        return self.graph.call_module(name, (x,))
+        line, module = current.meta.get("stack_trace", ""), module_path(current)
+        name = f"move_{len(self.sites)}"
+        return Site(name, c, about.name, module, line, shape, dtype, grad, key)
 
     def _output(self, node: fx.Node) -> None:
         (flat,) = node.args

@@ -76,8 +76,11 @@ def _step(
     if first.op == "get_attr":
         return [locals_[r].constants[str(nodes[r].target)] for r in ranks]
     if first.op == "call_module":
-        sites = [locals_[r].sites[str(nodes[r].target)] for r in ranks]
-        xs = [env[nodes[r].args[0].name][r] for r in ranks]  # type: ignore[union-attr]
+        name, _, half = str(first.target).partition(".")
+        sites = [locals_[r].sites[name] for r in ranks]
+        xs = [_load(nodes[r].args[0], env, r) for r in ranks]
+        if half == "wait":  # done when it was started
+            return xs
         return list(_Together.apply(sites[0].conversion, *xs))
     return [
         nodes[r].target(*_load(nodes[r].args, env, r), **_load(nodes[r].kwargs, env, r))  # type: ignore[operator]

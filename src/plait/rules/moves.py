@@ -14,9 +14,12 @@
     partial -> shard       reduce_scatter     gather (sum)
     shard   -> partial     pad (own)          slice (own)
 
-`share` sums rows among their holders (a weight that neighbours hold in part). `mask` keeps the value on the first rank and is zero elsewhere. Where neighbours hold the same row,
-a *value* is read from its owner (own) and a *gradient* is summed over its holders (sum). Every
-backward is the transpose of its forward under the layouts of the gradients (rules/layout.py).
+`fetch(t)` and `deliver(t)`: the rows of rank + t come here, and back go rows of rank + t to their
+owner; the overlap pass writes gathers and reduce-scatters with them. `share` sums rows among their
+holders (a weight that neighbours hold in part). `mask` keeps the value on the first rank and is
+zero elsewhere. Where neighbours hold the same row, a *value* is read from its owner (own) and a
+*gradient* is summed over its holders (sum). Every backward is the transpose of its forward under
+the layouts of the gradients (rules/layout.py).
 
 A `Cut` says which rows of one dim every rank holds and owns; without overlap, gathers move each row
 once, with overlap they are a padded all-reduce.
@@ -111,6 +114,7 @@ class Step:
 
     action: str  # identity | mask | all_reduce | slice | slice_own | pad | pad_own | gather | ...
     op: str = "sum"
+    by: int = 0  # fetch, deliver: how many ranks on
 
     @property
     def collective(self) -> str | None:
@@ -185,7 +189,9 @@ def together(step: Step, xs: Sequence[Tensor], cut: Cut | None) -> list[Tensor]:
             return [_reduce(xs, step.op)] * len(xs)
         case "share":
             assert cut is not None
-            whole = _reduce([widen(x, cut, rows, rows) for x, rows in zip(xs, cut.rows)], "sum")
+            whole = _reduce(
+                [widen(x, cut, rows, rows) for x, rows in zip(xs, cut.rows, strict=True)], "sum"
+            )
             return [take(whole, cut.dim, rows) for rows in cut.rows]
         case "gather" | "gather_sum":
             assert cut is not None
@@ -198,6 +204,10 @@ def together(step: Step, xs: Sequence[Tensor], cut: Cut | None) -> list[Tensor]:
             mine = [take(whole, cut.dim, cut.rows[r]) for r in ranks]
             own = step.action == "reduce_scatter_own"
             return [only_own(m, cut, r) if own else m for r, m in enumerate(mine)]
+        case "fetch":
+            return [xs[(r + step.by) % len(xs)] for r in ranks]
+        case "deliver":
+            return [xs[(r - step.by) % len(xs)] for r in ranks]
     return [local(step, x, cut, r) for r, x in enumerate(xs)]
 
 
@@ -217,6 +227,8 @@ _COLLECTIVE_OF = {
     "gather_sum": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_own": "reduce_scatter",
+    "fetch": "exchange",
+    "deliver": "exchange",
 }
 
 _MOVES: dict[tuple[str, str], tuple[str, str]] = {

@@ -1,0 +1,226 @@
+"""Regions: what can run in chunks of one factor around a collective, read from the equations.
+
+A node can be chunked by a factor if the factor is parallel in its equation, cuts one dim of every
+value it touches and every result has it. Nodes are grouped with their neighbours as far as that
+holds; a path that leaves a group through a node that mixes the factor (attention over the
+sequence) does not come back into it, because every such node begins a new level:
+
+    level 0             mixes s     level 1
+    norm q k v          attention   o add norm gate up mul down add norm q k v       by s
+    norm q k v attention o add norm gate up mul down ...                             by b
+
+What is left of a group after trimming light operators from its ends, with the edges of it that
+communicate, is a region. No operator or model is known here by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor, fx
+
+from plait.passes.overlap.chunks import Chunks, Form, cut
+from plait.passes.overlap.flow import Edge, Flow
+from plait.rules.describe import Access
+from plait.rules.equation import Dims, Factor, Ranges, atoms
+from plait.rules.layout import Strategy
+from plait.rules.split import Split
+
+
+@dataclass(frozen=True)
+class Region:
+    """`nodes` in program order; `sites`: the edges whose moves are done in chunks."""
+
+    factor: Factor
+    nodes: tuple[fx.Node, ...]
+    sites: tuple[Edge, ...]
+    n: int
+    split: Split | None  # the factor's own cut in space, at gathers and reduce-scatters
+    rotates: bool  # may be cut in blocks: nothing in it is done by all ranks at once
+
+    @property
+    def name(self) -> str:
+        return f"{self.nodes[0].name}..{self.nodes[-1].name} by {self.factor.name}"
+
+    @cached_property
+    def members(self) -> frozenset[fx.Node]:
+        return frozenset(self.nodes)
+
+    @property
+    def most(self) -> int:
+        """The greatest number of chunks."""
+        if self.split is None:
+            return self.factor.size
+        return min(self.split.sizes(self.factor))
+
+    def forms(self, counts: Iterable[int]) -> list[Form]:
+        """The ways to cut it in about `counts` chunks."""
+        kind = "rows" if self.split is None else "parts"
+        found = [Form(kind, min(c, self.most)) for c in counts]
+        found = [f for f in dict.fromkeys(found) if f.count > 1]
+        return found + ([Form("blocks", self.n)] if self.rotates else [])
+
+    def chunks(self, form: Form, rank: int) -> Chunks:
+        rows: Sequence[Ranges] = ()
+        if self.split is not None:
+            rows = [self.split.ranges(self.factor, r) for r in range(self.n)]
+        return cut(self.factor, form, rows, rank)
+
+    def spread_out(self, edge: Edge) -> bool:
+        """The move of `edge` gathers or scatters the factor itself."""
+        return self.split is not None and any(
+            layout.split is not None and layout.split.touches(self.factor)
+            for layout in (edge.have, edge.need)
+        )
+
+
+def regions(flow: Flow, n: int) -> list[Region]:
+    """All regions, by factor; those of different factors may have nodes in common."""
+    return [r for f in factors(flow) for r in _regions(flow, f, n)]
+
+
+def factors(flow: Flow) -> list[Factor]:
+    """The factors of what is sent, those of more sends first."""
+    count: dict[Factor, int] = {}
+    for edge in flow.edges:
+        if edge.collectives:
+            for f in dict.fromkeys(atom for dim in edge.dims for atom in atoms(dim)):
+                count[f] = count.get(f, 0) + 1
+    found = [f for f in count if f.size > 1 and f not in flow.description.symbolic]
+    return sorted(found, key=lambda f: -count[f])
+
+
+def _regions(flow: Flow, f: Factor, n: int) -> list[Region]:
+    probe = Chunks((f,), (), rows=tuple(((i, i + 1),) for i in range(f.size)))
+    can = {
+        node
+        for node, access in flow.description.accesses.items()
+        if node in flow.strategies and chunkable(access, flow.strategies[node], probe)
+    }
+    _drop_torn_tuples(can)
+    found = []
+    for group in _groups(flow, can):
+        region = _region(flow, f, n, _trim(flow, group, probe), probe)
+        if region is not None:
+            found.append(region)
+    return found
+
+
+def chunkable(access: Access, strategy: Strategy, chunk: Split) -> bool:
+    """Whether one operator can run chunk by chunk."""
+    touched = [x for x in access.letters if chunk.touches(x.factor)]
+    if not touched or any(x.property != "parallel" for x in touched):
+        return False
+    if access.fused is not None and any(chunk.touches(f) for f in access.fused):
+        return False
+    values = [o.dims for o in access.operands] + list(access.results)
+    if not all(_cuts_cleanly(dims, chunk, strategy.split) for dims in values):
+        return False
+    return all(chunk.dim(dims) is not None for dims in access.results)
+
+
+def _cuts_cleanly(dims: Dims, chunk: Split, split: Split | None) -> bool:
+    if not chunk.splittable(dims):
+        return False
+    at = chunk.dim(dims)
+    if at is None:
+        return True
+    return chunk.disjoint(dims[at]) and (split is None or split.dim(dims) != at)
+
+
+def _drop_torn_tuples(can: set[fx.Node]) -> None:
+    """An operator with several results is chunked together with all their readers, or not at all."""
+    for node in list(can):
+        if not isinstance(node.meta.get("val"), Tensor) and not set(node.users) <= can:
+            can.discard(node)
+    for node in list(can):
+        if any(not isinstance(i.meta.get("val"), (Tensor, int)) and i not in can and i.op == "call_function"
+               for i in node.all_input_nodes):
+            can.discard(node)
+
+
+def _groups(flow: Flow, can: set[fx.Node]) -> list[list[fx.Node]]:
+    """Neighbours of one level."""
+    level: dict[fx.Node, int] = {}
+    tainted: set[fx.Node] = set()
+    group: dict[fx.Node, list[fx.Node]] = {}
+    for node in flow.program.graph.nodes:
+        inputs = node.all_input_nodes
+        level[node] = max((level[i] + (i in tainted and i not in can) for i in inputs), default=0)
+        if node in can or any(i in tainted for i in inputs):
+            tainted.add(node)
+        if node not in can:
+            continue
+        mine = [node]
+        for other in {id(group[i]): group[i] for i in inputs if i in can and level[i] == level[node]}.values():
+            mine = other + mine
+        for member in mine:
+            group[member] = mine
+    order = {node: at for at, node in enumerate(flow.program.graph.nodes)}
+    unique = {id(g): sorted(g, key=order.__getitem__) for g in group.values()}
+    return sorted(unique.values(), key=lambda g: order[g[0]])
+
+
+def heavy(access: Access) -> bool:
+    """An operator that multiplies matrices: what a transfer can hide under."""
+    many = len([o for o in access.operands if not o.added]) > 1
+    return many and any(x.property == "sum" for x in access.letters)
+
+
+def _trim(flow: Flow, group: list[fx.Node], probe: Split) -> list[fx.Node]:
+    """Without light operators at either end: cutting them hides nothing."""
+    left = set(group)
+    if not any(heavy(flow.description.accesses[n]) for n in group):
+        return group
+
+    def idle(node: fx.Node, edges: list[Edge], ends: list[fx.Node]) -> bool:
+        busy = heavy(flow.description.accesses[node]) or not isinstance(node.meta.get("val"), Tensor)
+        sends = any(e.collectives and probe.dim(e.dims) is not None for e in edges)
+        return not busy and not sends and not any(x in left for x in ends)
+
+    for order, sides in ((group, flow.into), (group[::-1], flow.out)):
+        for node in order:
+            ends = node.all_input_nodes if sides is flow.into else list(node.users)
+            torn = any(not isinstance(i.meta.get("val"), (Tensor, int)) for i in node.all_input_nodes)
+            if not torn and idle(node, sides[node], ends):
+                left.discard(node)
+    return [node for node in group if node in left]
+
+
+def _region(
+    flow: Flow, f: Factor, n: int, nodes: list[fx.Node], probe: Split
+) -> Region | None:
+    members = set(nodes)
+    touching = dict.fromkeys(e for node in nodes for e in (*flow.into[node], *flow.out[node]))
+    sends = [e for e in touching if e.collectives and probe.dim(e.dims) is not None]
+    sites = [e for e in sends if _in_chunks(e, members, probe)]
+    splits = {s for e in sites for s in (e.have.split, e.need.split) if s is not None and s.touches(f)}
+    if not sites or len(splits) > 1:
+        return None
+    split = next(iter(splits), None)
+    still = not any(flow.strategies[node].statistics for node in nodes)
+    rotates = still and split is not None and all(_of(e, f) for e in sites)
+    region = Region(f, tuple(nodes), tuple(sites), n, split, rotates)
+    return region if region.most > 1 else None
+
+
+def _of(edge: Edge, f: Factor) -> bool:
+    return any(x.split is not None and x.split.touches(f) for x in (edge.have, edge.need))
+
+
+def _in_chunks(edge: Edge, members: set[fx.Node], probe: Split) -> bool:
+    """Whether the move of an edge can be done chunk by chunk."""
+    f = probe.factors[0]
+    if not _of(edge, f):
+        at = probe.dim(edge.dims)
+        return all(c.cut is None or c.cut.dim != at for c in edge.moves)
+    if edge.reader in members and edge.source in members or len(edge.moves) != 1:
+        return False
+    (move,) = edge.moves
+    assert move.cut is not None
+    kinds = (edge.have.kind, edge.need.kind)
+    entering = edge.reader in members and kinds in (("shard", "whole"), ("shard", "copied"))
+    leaving = edge.source in members and kinds == ("partial", "shard")
+    return move.cut.disjoint and (entering or leaving)
