@@ -7,7 +7,9 @@ prefix through one program of dynamic length, greedily.
 from __future__ import annotations
 
 import os
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +48,7 @@ class Answer:
 
 def run(request: Request) -> None:
     """One rank of `plait run`; rank 0 speaks."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, about torch's own
     outcome = _answer(request) if request.prompt is not None else _call(request)
     if dist.get_rank() == 0:
         show(run_table(outcome))
@@ -123,6 +126,7 @@ def _call(request: Request) -> Outcome:
 
 
 def _compile(example: models.Example, request: Request) -> Compiled:
+    _stage(f"compiling {request.model.name} for {dist.get_world_size()} ranks")
     return compile_model(
         example.model,
         example.args,
@@ -138,6 +142,7 @@ def _alone(
 ) -> tuple[Any, int]:
     """The unsharded model on rank 0, with every core of this host, while the others wait."""
     result = otherwise
+    _stage("\nthe same by one process, for comparison")
     if dist.get_rank() == 0:
         threads = torch.get_num_threads()
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -155,6 +160,12 @@ def _timed(model: nn.Module, example: models.Example) -> tuple[Any, float]:
         outputs = model(*example.args, **example.kwargs)
         seconds.append(time.perf_counter() - start)
     return outputs, _middle(seconds)
+
+
+def _stage(text: str) -> None:
+    """What takes a while is said before it starts, beside the output."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _speaker(tokenizer: Any) -> Callable[[Sequence[int]], None]:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FunctionType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from plait.collectives import algorithms, ledger
+from plait.collectives import Collective, build, least, ledger
 from plait.plan.plan import Placed, Plan
 
 Row = TypeVar("Row", bound=Hashable)
@@ -127,23 +127,19 @@ def _collective(placed: Placed) -> tuple[str, str, int]:
 
 
 def _sent(plan: Plan) -> str:
-    """Counted from the schedules; what the backend does by itself has none to count."""
-    total = [0] * plan.tp
-    own = 0
+    """Counted from the schedules; of the backend's own algorithms, the least that any sends."""
+    total = [0.0] * plan.tp
     for placed in plan.collectives:
-        sent = _ledger(placed, plan.tp)
-        own += sent is None
-        total = [a + b for a, b in zip(total, sent or [0] * plan.tp, strict=True)]
-    text = by_rank(total, size)
-    return f"{text} and {own} by the backend's own algorithm" if own else text
+        total = [a + b for a, b in zip(total, _sent_by(placed, plan.tp), strict=True)]
+    bound = "at least " if any(p.algorithm == "native" for p in plan.collectives) else ""
+    return bound + by_rank(total, size)
 
 
-def _ledger(placed: Placed, ranks: int) -> Sequence[int] | None:
-    if placed.algorithm == "native" or ranks == 1:
-        return None if ranks > 1 else [0]
+def _sent_by(placed: Placed, ranks: int) -> Sequence[float]:
+    if placed.algorithm == "native":
+        return [least(cast(Collective, placed.collective), ranks).busiest * placed.nbytes] * ranks
     name = placed.algorithm if "[" in placed.algorithm else f"{placed.algorithm}[{ranks}]"
-    schedule = algorithms.build(f"{placed.collective} {name}")
-    return ledger.ledger(schedule, placed.nbytes).sent
+    return ledger(build(f"{placed.collective} {name}"), placed.nbytes).sent
 
 
 def _spelled(rule: object) -> str:
@@ -170,7 +166,7 @@ def counted(rows: Iterable[Row]) -> list[tuple[Row, int]]:
     return list(Counter(rows).items())
 
 
-def by_rank(values: Sequence[int], word: Callable[[float], str]) -> str:
+def by_rank(values: Sequence[float], word: Callable[[float], str]) -> str:
     words = [word(v) for v in values]
     return words[0] if len(set(words)) == 1 else " / ".join(words)
 
