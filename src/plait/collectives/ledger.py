@@ -3,8 +3,8 @@
     ledger(build("ring[4]"), 1 << 20).sent      (1572864, 1572864, 1572864, 1572864)
     print(compare(build("ring[4]"), 1 << 20))   counted, closed form, lower bound
 
-`S`, the size, is what it is everywhere (and in nccl-tests): the whole vector; for all_to_all what one
-rank sends, its own block included. Derivations of the closed forms and bounds: docs/collectives.md.
+The size `S` is, as in nccl-tests, the whole vector; for all_to_all what one rank sends, its own
+block included. Derivations of the closed forms and bounds: docs/collectives.md.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Ledger:
 def ledger(
     schedule: Schedule, size: int, itemsize: int = 1, sizes: Sequence[int] | None = None
 ) -> Ledger:
-    """The bytes of a schedule for `size` bytes, which are cut between elements of `itemsize` bytes.
+    """The bytes of a schedule for `size` bytes, cut between elements of `itemsize` bytes.
 
     `sizes`: elements of each part, where they are uneven (see `Schedule.chunk_sizes`).
     """
@@ -66,7 +66,7 @@ def ledger(
     return Ledger(schedule, size, MappingProxyType(carried))
 
 
-# --- closed forms ----------------------------------------------------------------------------------
+# --- closed forms ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _doubling(n: int) -> Form:
 
 
 def _halving(n: int) -> Form:
-    """Rabenseifner: 2(p-1)/p on p = 2^floor(log2 n) ranks; S more through a folded pair's odd one."""
+    """Rabenseifner: 2(p-1)/p on p = 2^floor(log2 n) ranks, S more through a pair's odd rank."""
     core = 1 << n.bit_length() - 1
     return Form(2 * (core - 1) / core + (n > core), 2 * (n - 1))
 

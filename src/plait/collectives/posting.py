@@ -83,7 +83,10 @@ Instruction = Send | Recv | Wait | Done | Copy | Add
 def compile_rank(
     schedule: Schedule, rank: int, slots: int = 4, ahead: bool = True
 ) -> tuple[Instruction, ...]:
-    """The instructions of one rank; `slots` is exceeded only where one step cannot do with less."""
+    """The instructions of one rank; `slots` is exceeded only where one step cannot do with less.
+
+    `ahead=False`: whatever a step posts is posted together and ended before the next step.
+    """
     return tuple(_Compiler(schedule, rank, slots, ahead).run())
 
 
@@ -151,6 +154,8 @@ class _Compiler:
 
     def run(self) -> list[Instruction]:
         for step, outbox in enumerate(self.outbox):
+            if not self.ahead:
+                self._end()
             for message in outbox:
                 self._settle_before(step, message.chunks)
                 self._send(message)
@@ -158,10 +163,13 @@ class _Compiler:
                 self._receive(self.next)
             while self.ahead and self.next is not None and self._receive_early(self.next, step):
                 pass
+        self._end()
+        return self.out
+
+    def _end(self) -> None:
         for step in sorted(self.unsettled):
             self._settle(step)
-        self._finish(dict.fromkeys(m for ms in self.sending.values() for m in ms))
-        return self.out
+        self._finish(dict.fromkeys(m for messages in self.sending.values() for m in messages))
 
     def _send(self, message: Message) -> None:
         self.out.append(Send(message))
