@@ -1,4 +1,4 @@
-"""The order of a compile: capture, describe, plan, partition, load, run. The only place it is written."""
+"""The order of a compile: capture, describe, plan, partition, load, run; written only here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,12 @@ def compile(
     WeightError (weights missing, extra or mis-shaped), InputError (ranks pass different inputs).
     """
     refuse_what_is_coming(
-        pp=pp, dp=dp, overlap=overlap, micro_batches=micro_batches, schedule=schedule, outputs=outputs
+        pp=pp,
+        dp=dp,
+        overlap=overlap,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        outputs=outputs,
     )
     if group is None:
         group, _ = world()
@@ -81,7 +86,7 @@ def compile(
     first = executable(planned, job.transport, place)
     with job.agreement.step("load"):
         holdings = _load(model, planned, first, job, weights, dtype)
-    names = [n for n in model.state_dict(keep_vars=True)]
+    names = list(model.state_dict(keep_vars=True))
     return Compiled(
         first, holdings, job.transport, job.agreement, job.again(first), names, model.training
     )
@@ -109,7 +114,9 @@ def plan(
     options = planner.Options(
         mesh.tp, machine.subset(range(mesh.tp)), algorithm, objective, deterministic
     )
-    return planner.make(_Source(model, args, kwargs, dynamic, training).capture(model.training), options).plan
+    return planner.make(
+        _Source(model, args, kwargs, dynamic, training).capture(model.training), options
+    ).plan
 
 
 @dataclass(frozen=True)
@@ -163,9 +170,7 @@ class _Job:
 
     def again(self, first: Executable) -> Any:
         """Programs for other forms of call, with the weights as they are loaded."""
-        fixed = {
-            s.weight.node: str(s.layout.split or "whole") for s in first.local.shares
-        }
+        fixed = {s.weight.node: str(s.layout.split or "whole") for s in first.local.shares}
 
         def recompile(args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
             source = replace(self.source, args=args, kwargs=kwargs)
@@ -229,5 +234,5 @@ def _device(
 
 
 def clip_grad_norm_(module: Compiled, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip the gradients of a compiled module by their norm over the whole model; returns the norm."""
+    """Clip a compiled module's gradients by their norm over the whole model; returns the norm."""
     return module.clip_grad_norm_(max_norm, norm_type)

@@ -24,7 +24,8 @@ class Mesh:
         found = cls(ranks // (rest * dp) if tp == "auto" else int(tp), rest, dp)
         if found.tp * found.pp * found.dp != ranks:
             raise MeshError(
-                f"tp={found.tp} x pp={found.pp} x dp={found.dp} is {found.tp * found.pp * found.dp} "
+                f"tp={found.tp} x pp={found.pp} x dp={found.dp} is "
+                f"{found.tp * found.pp * found.dp} "
                 f"ranks, the group has {ranks}; with {ranks} ranks these fit: {_fits(ranks)}"
             )
         return found

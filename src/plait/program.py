@@ -62,7 +62,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of the user's output: position `index` of the flat output tuple, or a plain value."""
+    """One leaf of the user's output: `index` in the flat output tuple, or a plain value."""
 
     index: int | None = None
     value: Any = None

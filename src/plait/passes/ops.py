@@ -26,7 +26,8 @@ def embedding_rows(
         at, inside = local_index(torch.tensor(padding_idx), rows)
         padding_idx = int(at) if bool(inside) else -1
     out = torch.ops.aten.embedding(weight, local, padding_idx, scale)
-    return out.masked_fill(~held.unsqueeze(-1), 0)
+    foreign: Tensor = ~held.unsqueeze(-1)
+    return torch.masked_fill(out, foreign, 0)
 
 
 def local_index(ids: Tensor, rows: Ranges) -> tuple[Tensor, Tensor]:

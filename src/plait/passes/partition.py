@@ -65,6 +65,7 @@ class Local:
     sites: dict[str, Site]
     constants: dict[str, Tensor]
     seeded: bool = False
+    ends: dict[str, int] = field(default_factory=dict)  # local nodes made by the end of each node
 
 
 @dataclass
@@ -168,7 +169,7 @@ class Emitter:
     # -- the walk ----------------------------------------------------------------------------------
 
     def run(self) -> Local:
-        shares = []
+        shares, ends = [], dict[str, int]()
         weights = {w.node: w for w in self.program.weights}
         random = [n for n in self.program.graph.nodes if is_random(n)]
         self._draws = bool(random)
@@ -185,7 +186,10 @@ class Emitter:
                 self._call(node)
             elif node.op == "output":
                 self._output(node)
-        return Local(self.rank, self.graph, tuple(shares), self.sites, self.constants, self._draws)
+            ends[node.name] = len(self.graph.nodes)
+        return Local(
+            self.rank, self.graph, tuple(shares), self.sites, self.constants, self._draws, ends
+        )
 
     def _order(self) -> Sequence[fx.Node]:
         return list(self.program.graph.nodes)
@@ -309,11 +313,11 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 _KEPT = ("stack_trace", "nn_module_stack")
-_ALWAYS = {
+_ALWAYS: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
 }
-_LOCAL_TARGET = {
+_LOCAL_TARGET: dict[Any, Any] = {
     aten.split.Tensor: aten.split_with_sizes.default,
     aten.chunk.default: aten.split_with_sizes.default,
 }

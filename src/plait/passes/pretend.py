@@ -81,7 +81,11 @@ def _step(
         xs = [_load(nodes[r].args[0], env, r) for r in ranks]
         if half == "wait":  # done when it was started
             return xs
-        return list(_Together.apply(sites[0].conversion, *xs))
+        return list(
+            _Together.apply(  # type: ignore[no-untyped-call]
+                sites[0].conversion, *xs
+            )
+        )
     return [
         nodes[r].target(*_load(nodes[r].args, env, r), **_load(nodes[r].kwargs, env, r))  # type: ignore[operator]
         for r in ranks

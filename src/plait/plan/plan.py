@@ -97,7 +97,9 @@ def program_digest(program: Program) -> str:
         digest.update(f"{node.name} {node.target} {node.args} {node.kwargs}".encode())
         digest.update(_facts(value).encode())
     for weight in program.weights:
-        digest.update(f"{weight.names} {weight.shape} {weight.dtype} {weight.requires_grad}".encode())
+        digest.update(
+            f"{weight.names} {weight.shape} {weight.dtype} {weight.requires_grad}".encode()
+        )
     for name, tensor in program.constants.items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
     digest.update(str(program.training).encode())

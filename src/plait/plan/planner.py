@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -20,10 +20,9 @@ from plait.plan.prices import CostPrices, Rates
 from plait.plan.problem import Problem, build, differentiable
 from plait.plan.sharding import solve
 from plait.program import Program
-from plait.rules.describe import Description, describe
 from plait.rules.aten import table
+from plait.rules.describe import Description, describe
 from plait.rules.layout import Strategy
-
 
 # The backend's own collective is kept unless another is cheaper by more than prices err.
 NOISE = 1.1
@@ -100,7 +99,7 @@ def rates(cluster: Cluster, program: Program) -> Rates:
 def _collective(options: Options) -> Any:
     """Seconds of a collective on the axis, by the algorithm that would run."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def seconds(kind: str, nbytes: float) -> float:
         return pick(options, kind, nbytes)[1]
 
@@ -215,4 +214,3 @@ def _stored(local: Local, rank: int) -> int:
             rows = share.layout.split.size(share.dims[dim], rank) / share.dims[dim].size
         total += round(prod(share.weight.shape) * rows) * share.weight.dtype.itemsize
     return total
-

@@ -1,10 +1,10 @@
 """Prices of the sharding program, in seconds: work by roofline, conversions by their collectives.
 
-    node        max(flops x share / peak, bytes / bandwidth); a factor of 3 where gradients flow
-                (the backward of a matrix product is two of them)
-    weight      a weight that stays whole costs memory on every rank: a penalty per byte, so that what
-                can be split is split unless splitting costs more than it is worth
-    conversion  the forward move's collective and, where gradients flow, the backward move's
+node        max(flops x share / peak, bytes / bandwidth); a factor of 3 where gradients flow
+            (the backward of a matrix product is two of them)
+weight      a weight that stays whole costs memory on every rank: a penalty per byte, so that what
+            can be split is split unless splitting costs more than it is worth
+conversion  the forward move's collective and, where gradients flow, the backward move's
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from math import prod
 
 import torch
 
-from plait.rules.moves import COLLECTIVES
 from plait.plan.problem import Choice, Key, Problem
 from plait.rules.describe import Operand
 from plait.rules.equation import Dims, atoms
 from plait.rules.layout import Strategy
+from plait.rules.moves import COLLECTIVES
 
 Collective = Callable[[str, float], float]  # (kind, bytes) -> seconds
 
@@ -30,8 +30,8 @@ WHOLE_WEIGHT_READS = 100.0
 # this many times the dearest reduction of the program.
 LARGE_WEIGHT = 0.01
 LARGE_WEIGHT_REDUCTIONS = 10.0
-# A move reads and writes its value once beside what its collective does, and takes a launch or more:
-# ties, and gains that no clock would see, go to the plan with fewer moves. Rows of an inner dim are
+# A move reads and writes its value once beside its collective, and takes a launch or more: ties,
+# and gains that no clock would see, go to the plan with fewer moves. Rows of an inner dim are
 # gathered into a buffer and out of it again, in short runs.
 MOVE_LAUNCHES = 4.0
 COPIES, STRIDED_COPIES = 2.0, 8.0
@@ -96,9 +96,7 @@ class CostPrices:
         access = choice.access
         assert access is not None
         flops = sum(_flops(letters, strategy) for letters in _products(choice))
-        nbytes = sum(
-            _bytes(o.dims, _dtype(o)) * _share(o.dims, strategy) for o in access.operands
-        )
+        nbytes = sum(_bytes(o.dims, _dtype(o)) * _share(o.dims, strategy) for o in access.operands)
         for dims, dtype in zip(choice.results, choice.dtypes, strict=True):
             nbytes += _bytes(dims, dtype) * _share(dims, strategy)
         return max(flops / self.rates.flops, nbytes / self.rates.bandwidth)

@@ -65,9 +65,7 @@ class Problem:
 def candidate_splits(d: Description, n: int) -> tuple[Split, ...]:
     """Every factor with at least `n` rows, and the fused runs where that balances better."""
     single = [
-        Split.even((f,), n)
-        for f in d.factors.values()
-        if f.size >= n and f not in d.symbolic
+        Split.even((f,), n) for f in d.factors.values() if f.size >= n and f not in d.symbolic
     ]
     fused = [
         Split.even(run, n, ordinal)
@@ -111,7 +109,9 @@ def differentiable(program: Program, d: Description) -> set[fx.Node]:
 
 def _any_float(value: object) -> bool:
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+    return any(
+        isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
+    )
 
 
 def build(program: Program, d: Description, n: int) -> Problem:
@@ -133,7 +133,13 @@ def build(program: Program, d: Description, n: int) -> Problem:
             is_weight = node.name in weights
             found = _sources(d.dims[node][0], by_atom if is_weight else {})
             choices[node] = Choice(
-                node, found, d.dims[node], (node.meta["val"].dtype,), grad, weight=is_weight, free=True
+                node,
+                found,
+                d.dims[node],
+                (node.meta["val"].dtype,),
+                grad,
+                weight=is_weight,
+                free=True,
             )
         else:
             near = _near(access, by_atom)

@@ -5,7 +5,7 @@ z[a, b] >= 0 whose row sums are the producer's choices of layout a and whose col
 consumer's needs of layout b; per value a conversion e[a, b] >= z[a, b], paid once however many
 consumers share it. This form is nearly always integral as a linear program.
 
-Nodes that look alike share their variables (`classes.py`): any tying is feasible, because every real
+Nodes that look alike share their variables (`classes.py`): any tying is feasible, since every real
 edge stands in some edge class, so it can cost optimality but never correctness.
 """
 
@@ -42,7 +42,9 @@ class Solution:
     classes: int
 
 
-def solve(problem: Problem, prices: Prices, *, tie: bool = True, time_limit: float = 60) -> Solution:
+def solve(
+    problem: Problem, prices: Prices, *, tie: bool = True, time_limit: float = 60
+) -> Solution:
     """The cheapest strategies of all nodes; `tie=False` solves every node by itself."""
     builder = _Builder(problem, prices, classes(problem) if tie else _singletons(problem))
     return builder.solve(time_limit)
@@ -96,10 +98,18 @@ class _Builder:
             key = (p, c, edge.result, edge.slot, edge.have, edge.need)
             if key not in seen:
                 seen[key] = None
-                self._edge(p, c, edge.result, edge.have, edge.need, self.problem.choices[edge.producer])
+                self._edge(
+                    p, c, edge.result, edge.have, edge.need, self.problem.choices[edge.producer]
+                )
 
     def _edge(
-        self, p: int, c: int, result: int, have: tuple[Key, ...], need: tuple[Key, ...], value: Choice
+        self,
+        p: int,
+        c: int,
+        result: int,
+        have: tuple[Key, ...],
+        need: tuple[Key, ...],
+        value: Choice,
     ) -> None:
         sources, sinks = _by_key(have), _by_key(need)
         z: dict[tuple[Key, Key], int] = {}

@@ -1,6 +1,6 @@
 """The equation table of ATen: one line an operator, helpers first, the table at the end.
 
-How to read a line: `rule.py`. The structure of dims is learned in `views.py`. What stands in no line
+How to read a line: `rule.py`. The structure of dims is learned in `views.py`. What stands in no line,
 runs whole on every rank, and the report says so; it is never guessed.
 """
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from plait.rules import views
 from plait.rules.describe import Access, Describer, Letter, Rule, bind, rebind, resize
-from plait.rules.equation import Factor
+from plait.rules.equation import Factor, product
 from plait.rules.rule import Binder, Elementwise, Equation, is_tensor
 from plait.rules.split import Split
 
@@ -121,7 +121,7 @@ def attention(d: Describer, node: fx.Node) -> Access:
     q, k = d.operand(bound["query"]), d.operand(bound["key"])
     g, h = k.dims[-3], q.dims[-3]
     r = d.fresh(h.size // g.size)
-    conflict = d.tie(node, h, views.product((g, r)))
+    conflict = d.tie(node, h, product((g, r)))
     if conflict:
         return d.whole(node, str(conflict))
     text = "query[* h q d] key[* g k d] value[* g k e] attn_mask[* q k] -> [* h q e]"
@@ -130,7 +130,9 @@ def attention(d: Describer, node: fx.Node) -> Access:
     return Access(access.operands, access.results, letters)
 
 
-_attention = Equation("query[* q d] key[* k d] value[* k e] attn_mask[* q k] -> [* q e]", whole="d k")
+_attention = Equation(
+    "query[* q d] key[* k d] value[* k e] attn_mask[* q k] -> [* q e]", whole="d k"
+)
 
 
 def layer_norm(d: Describer, node: fx.Node) -> Access:
@@ -173,7 +175,7 @@ def group_norm(d: Describer, node: fx.Node) -> Access:
             operands.append(d.operand(bound[name]))
             binder.bind(["c"], operands[-1].dims)
     g, inside = d.fresh(groups), d.fresh(channel.size // groups)
-    conflict = d.tie(node, channel, views.product((g, inside)))
+    conflict = d.tie(node, channel, product((g, inside)))
     if conflict:
         return d.whole(node, str(conflict))
     result = binder.result(names, d.sizes(node))
@@ -272,7 +274,8 @@ def convolution(d: Describer, node: fx.Node) -> Access:
     out = binder.result(
         ["b", "c" if depthwise else "o", *[f"m{i}" for i in range(spatial)]], d.sizes(node)
     )
-    properties = dict.fromkeys([*lengths, *windows], "whole") | {"c": "parallel" if depthwise else "sum"}
+    properties = dict.fromkeys([*lengths, *windows], "whole")
+    properties["c"] = "parallel" if depthwise else "sum"
     letters = binder.letters(properties)
 
     def local(node: fx.Node, split: Split, rank: int) -> Any:
@@ -311,7 +314,8 @@ def factory(d: Describer, node: fx.Node) -> Access:
     def local(node: fx.Node, split: Split, rank: int) -> Any:
         return rebind(node, **{name: resize(bind(node)[name], result, split, rank)})
 
-    return Access((), (result,), tuple(Letter(f, "parallel") for f in result if f.size > 1), (), local)
+    letters = tuple(Letter(f, "parallel") for f in result if f.size > 1)
+    return Access((), (result,), letters, (), local)
 
 
 def new_factory(d: Describer, node: fx.Node) -> Access:

@@ -93,7 +93,7 @@ class Describer:
     # -- sizes -----------------------------------------------------------------------------------
 
     def size(self, s: Any) -> int:
-        """A size as an integer; symbols stand as primes too large to divide or equal a real size."""
+        """A size as an integer; a symbol is a prime too large to divide or equal a real size."""
         if isinstance(s, fx.Node):
             s = s.meta["val"]
         if isinstance(s, int):
@@ -153,9 +153,7 @@ class Describer:
 
     def whole(self, node: fx.Node, reason: str, nodes: Iterable[fx.Node] | None = None) -> Access:
         """The operator runs whole on every rank."""
-        operands = tuple(
-            self.operand(n) for n in (nodes or node.all_input_nodes) if n in self.dims
-        )
+        operands = tuple(self.operand(n) for n in (nodes or node.all_input_nodes) if n in self.dims)
         results = tuple(self.fresh_dims(node, i) for i in range(_tensors(node)))
         letters = [Letter(f, "whole", reason) for o in operands for f in o.dims]
         letters += [Letter(f, "whole", reason) for dims in results for f in dims]
@@ -185,7 +183,7 @@ def describe(program: Program, table: dict[Any, Rule]) -> Description:
 
 
 def _finish(d: Describer) -> Description:
-    """Name the free factors in order of appearance, and collect the runs that may be split fused."""
+    """Name the free factors in order of appearance; collect the runs that may be split fused."""
     names: dict[str, Factor] = {}
     for results in d.dims.values():
         for dims in results:

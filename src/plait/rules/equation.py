@@ -4,7 +4,7 @@ Every dim of every value is a `Factor`. A factor starts free and is refined by w
 
     free            a size and an identity
     product         (h d)      parts of size >= 2, outermost first     views merge and split these
-    sum             [q + k]    segments, in order                      cat joins, slice and split part
+    sum             [q + k]    segments, in order                    cat joins, slice and split part
 
 `Algebra.unify` ties two factors together. It either succeeds as a whole or undoes everything it did
 and returns a `Conflict`; the caller then keeps both sides whole at that operator. Sizes are plain
@@ -121,7 +121,9 @@ class Algebra:
         return None
 
     def _bind(self, f: Factor, to: Factor) -> None:
-        assert f is not to and f.link is None and f.size == to.size
+        assert f is not to
+        assert f.link is None
+        assert f.size == to.size
         f.link = to
         self._trail.append(f)
 

@@ -79,9 +79,10 @@ def split_strategy(access: Access, split: Split, grad: bool) -> Strategy | None:
     if not touched or "whole" in kinds or len(kinds - {"parallel"}) > 1:
         return None
     reduced = next(iter(kinds - {"parallel"}), None)
-    if reduced is not None:
-        if "parallel" in kinds or (reduced in ("max", "min") and grad):
-            return None
+    if reduced is not None and "parallel" in kinds:
+        return None
+    if reduced in ("max", "min") and grad:
+        return None
     values = [o.dims for o in access.operands] + list(access.results)
     if not all(split.splittable(dims) for dims in values):
         return None

@@ -4,7 +4,7 @@
 
 Operands are named as in the operator's ATen schema; those that are absent or no tensors are left
 out. `*` stands for any number of leading dims, aligned from the right; a dim of size 1 binds
-nothing. A letter that no keyword names is parallel. `carry` lists the groups of operands that may be
+nothing. A letter that no keyword names is parallel. `carry` lists groups of operands that may be
 partial sums together ("self+other | self").
 """
 

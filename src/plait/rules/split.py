@@ -19,7 +19,7 @@ from plait.rules.equation import Dims, Factor, Ranges, atoms, flatten
 
 @dataclass(frozen=True)
 class Split:
-    """`factors` outermost first; rank r holds `bounds[r]` to `bounds[r + 1]` of their joint index."""
+    """`factors` outermost first; rank r holds `bounds[r]` to `bounds[r + 1]` of the joint index."""
 
     factors: tuple[Factor, ...]
     bounds: tuple[int, ...]
@@ -118,7 +118,7 @@ class Split:
         return _merge([(o * step + lo, o * step + hi) for o in range(outer) for lo, hi in middle])
 
     def _share(self, count: int, rank: int) -> tuple[Ranges, int]:
-        """The rank's range over the first `count` factors (covering, if not all), and their size."""
+        """The rank's range over the first `count` factors (covering, if not all); their size."""
         lo, hi = self.bounds[rank], self.bounds[rank + 1]
         rest = prod(f.size for f in self.factors[count:])
         size = prod(f.size for f in self.factors[:count])

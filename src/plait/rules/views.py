@@ -67,7 +67,7 @@ def groups(before: Dims, after: Dims) -> list[tuple[list[Factor], list[Factor]]]
     """The least runs of dims on both sides with equal products; size-1 dims belong to none."""
     a = [f for f in before if f.size != 1]
     b = [f for f in after if f.size != 1]
-    out = []
+    out: list[tuple[list[Factor], list[Factor]]] = []
     i = j = 0
     while i < len(a) or j < len(b):
         i0, j0 = i, j
@@ -115,9 +115,7 @@ def repeat(d: Describer, node: fx.Node) -> Access:
             inside = split.size(f, rank)
             return split.size(out, rank) // inside if split.touches(out) and inside else n
 
-        return rebind(
-            node, repeats=[count(*t) for t in zip(dims, result, counts, strict=True)]
-        )
+        return rebind(node, repeats=[count(*t) for t in zip(dims, result, counts, strict=True)])
 
     return moved(d, node, result, local=local)
 
@@ -136,7 +134,9 @@ def repeat_interleave(d: Describer, node: fx.Node) -> Access:
     letters = [Letter(f, "parallel") for f in result if f.size > 1]
 
     def local(node: fx.Node, split: Split, rank: int) -> Any:
-        alone = split.touches(r) and not split.touches(dims[dim])  # copies split, not what is copied
+        alone = split.touches(r) and not split.touches(
+            dims[dim]
+        )  # copies split, not what is copied
         return rebind(node, repeats=split.size(r, rank)) if alone else rebind(node)
 
     return moved(d, node, result, letters=letters, local=local, fused=fused)
@@ -229,7 +229,7 @@ def _strided(
         return _relaid(d, node, dims, dim, str(conflict))
 
     letters = [Letter(g, "parallel") for i, g in enumerate(dims) if i != dim and g.size > 1]
-    inner = [g for g in _inner(f, outer)]
+    inner = _inner(f, outer)
     letters += [Letter(outer, "parallel"), *(Letter(g, "whole", "taken apart") for g in inner)]
     return moved(d, node, (*dims[:dim], outer, *dims[dim + 1 :]), letters=letters)
 
@@ -351,7 +351,9 @@ def constant_pad(d: Describer, node: fx.Node) -> Access:
     dims, pad = source(d, node), bound["pad"]
     sizes = d.sizes(node)
     touched = {len(dims) - 1 - i // 2 for i, p in enumerate(pad) if not _zero(p)}
-    result = tuple(d.fresh(s) if i in touched else f for i, (f, s) in enumerate(zip(dims, sizes)))
+    result = tuple(
+        d.fresh(s) if i in touched else f for i, (f, s) in enumerate(zip(dims, sizes, strict=True))
+    )
     letters = [Letter(f, "parallel") for i, f in enumerate(dims) if i not in touched and f.size > 1]
     for i in touched:
         letters += [Letter(f, "whole", "padded") for f in (dims[i], result[i])]

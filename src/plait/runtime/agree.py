@@ -1,8 +1,8 @@
 """Agreement: what the ranks must have in common before they work together.
 
 Every call compares structure, shapes, dtypes and plain values between the ranks, the first call the
-contents too; a difference is an InputError on every rank. Failures in between are told to all by the
-watch (watch.py).
+contents too; a difference is an InputError on every rank. Failures in between are told to all by
+the watch (watch.py).
 """
 
 from __future__ import annotations

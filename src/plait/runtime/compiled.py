@@ -31,7 +31,7 @@ PROGRAMS = 16  # forms of call that are kept
 
 @dataclass
 class Holdings:
-    """This rank's weights: what share of each, and `tensors` by first name until they are placed."""
+    """This rank's weights: what share of each, and, until they are placed, `tensors` by name."""
 
     shares: dict[str, Share]
     tensors: dict[str, Tensor]
@@ -46,6 +46,14 @@ class Holdings:
 
 class Compiled(nn.Module):
     """The model on this rank. Made by `plait.compile`; call it as the model is called."""
+
+    _programs: dict[bool, list[Executable]]
+    _holdings: Holdings
+    _transport: Transport
+    _agreement: Agreement
+    _recompile: Recompile
+    _state_names: tuple[str, ...]
+    _places: dict[str, Callable[[], Tensor]]
 
     def __init__(
         self,
@@ -74,14 +82,14 @@ class Compiled(nn.Module):
     # -- calling -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        agreement: Agreement = self._agreement
+        agreement = self._agreement
         executable, leaves = agreement.call(self._executable, args, kwargs, self.training)
         with agreement.guard("forward"):
             seed = agreement.seed() if executable.local.seeded else torch.zeros(0)
             return executable(self._live(), leaves, seed)
 
     def _live(self) -> dict[str, Tensor]:
-        """Weights as they stand in the module now; `.to()` and assignments may have replaced them."""
+        """Weights as the module holds them now; `.to()` or an assignment may have replaced them."""
         return {name: place() for name, place in self._places.items()}
 
     def _executable(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
@@ -124,7 +132,10 @@ class Compiled(nn.Module):
     # -- weights -----------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """Every name of the model's, whole tensors on the CPU; a collective. {} off rank 0 on wish."""
+        """Every name of the model's, whole tensors on the CPU; a collective.
+
+        `rank0_only`: the other ranks get {}.
+        """
         by_name = {n: (w, cut) for w, cut in self._holdings.weights() for n in w.names}
         whole: dict[str, Tensor] = {}
         out: dict[str, Tensor] = {}
@@ -144,7 +155,9 @@ class Compiled(nn.Module):
             return part
         return self._transport.run(Step("gather"), part, cut, "native")
 
-    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False) -> Any:  # type: ignore[override]
+    def load_state_dict(
+        self, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Every rank takes its rows of the whole tensors in `state`."""
         weights = [w for w, _ in self._holdings.weights()]
         with self._agreement.step("load_state_dict"), torch.no_grad():
@@ -166,7 +179,9 @@ class Compiled(nn.Module):
                 if weight.kind != "parameter":
                     continue
                 grad = live[weight.name].grad
-                out[weight.name] = None if grad is None else self._whole(grad, cut).to(device).clone()
+                out[weight.name] = (
+                    None if grad is None else self._whole(grad, cut).to(device).clone()
+                )
         return {n: out[n] for n in self._parameter_order() if n in out}
 
     def _parameter_order(self) -> list[str]:
@@ -289,4 +304,3 @@ def _norm(own: Sequence[Tensor | None], p: float, transport: Transport) -> Tenso
         total = total + torch.linalg.vector_norm(g.to(wide), p) ** p
     total = transport.run(Step("all_reduce"), total, None, "native")
     return total ** (1.0 / p)
-

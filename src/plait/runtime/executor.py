@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from plait.plan.planner import Planned
 from plait.passes.partition import Local
+from plait.plan.planner import Planned
 from plait.runtime.graphs import Replay
 from plait.runtime.transport import MoveModule, Transport
 
@@ -35,7 +35,9 @@ class Executable:
         program = self.planned.program
         feed = [weights[share.weight.name] for share in self.local.shares]
         feed += [
-            x.to(self.device) for x, i in zip(leaves, program.inputs, strict=True) if i.node is not None
+            x.to(self.device)
+            for x, i in zip(leaves, program.inputs, strict=True)
+            if i.node is not None
         ]
         if self.local.seeded:
             feed.append(seed)
@@ -71,7 +73,9 @@ class Pattern:
             isinstance(x, Tensor)
             and x.dtype == self.dtype
             and x.dim() == len(self.shape)
-            and all(want is None or want == have for want, have in zip(self.shape, x.shape))
+            and all(
+                want is None or want == have for want, have in zip(self.shape, x.shape, strict=True)
+            )
         )
 
 
@@ -83,9 +87,7 @@ def executable(planned: Planned, transport: Transport, device: torch.device) -> 
     """This rank's graph module: moves as submodules, constants as buffers on `device`."""
     local = planned.local(transport.rank)
     algorithms = {p.name: p.algorithm for p in planned.plan.collectives}
-    root: dict[str, Any] = {
-        name: value.to(device) for name, value in local.constants.items()
-    }
+    root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
     for name, site in local.sites.items():
         forward = algorithms.get(name, "native")
         backward = algorithms.get(f"{name}.backward", "native")

@@ -54,6 +54,12 @@ class Transport:
                 return self._scatter(x, cut, algorithm)
             case "reduce_scatter_own":
                 return only_own(self._scatter(x, cut, algorithm), cut, self.rank)
+            case "fetch":
+                there = (self.rank + step.by) % self.size
+                return self._exchange(x, (self.rank - step.by) % self.size, there, cut, there)
+            case "deliver":
+                back = (self.rank - step.by) % self.size
+                return self._exchange(x, (self.rank + step.by) % self.size, back, cut, self.rank)
         raise AssertionError(step.action)
 
     def all_reduce(self, x: Tensor, op: str, algorithm: str) -> Tensor:
@@ -67,6 +73,21 @@ class Transport:
         whole = collectives.all_gather(rows, sizes, self.group, algorithm=algorithm)
         parts = [p.movedim(0, cut.dim) for p in whole.split(list(sizes))]
         return assemble(parts, cut).contiguous()
+
+    def _exchange(self, x: Tensor, to: int, source: int, cut: Cut, owner: int) -> Tensor:
+        """Send rows to one rank and receive from another the rows that `owner` owns."""
+        shape = list(x.shape)
+        shape[cut.dim] = count(cut.rows[owner])
+        out, x = x.new_empty(shape), x.contiguous()
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=self.group, group_peer=to),
+                dist.P2POp(dist.irecv, out, group=self.group, group_peer=source),
+            ]
+        )
+        for work in works:
+            work.wait()
+        return out
 
     def _scatter(self, x: Tensor, cut: Cut, algorithm: str) -> Tensor:
         rows = x.movedim(cut.dim, 0)
@@ -86,7 +107,7 @@ class MoveModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.site.grad and torch.is_grad_enabled() and x.requires_grad:
-            return _Move.apply(x, self)  # type: ignore[no-any-return]
+            return _Move.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
         c = self.site.conversion
         return self.transport.run(c.forward, x, c.cut, self.algorithms[0])
 
@@ -103,7 +124,7 @@ class _Move(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         module = ctx.module
         c = module.site.conversion
