@@ -6,6 +6,6 @@
     masks      attention masks recognised by their values               rules/facts.py
 """
 
-from plait.capture.capture import capture
+from plait.capture.steps import capture
 
 __all__ = ["capture"]

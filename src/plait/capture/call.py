@@ -1,28 +1,35 @@
-"""One call of the model: its arguments, bound to the names of `forward`."""
+"""One call of the model: its arguments, bound to the names of `forward`, and its dynamic sizes."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from plait.errors import CaptureError
 from plait.program import Input
 
+Range = tuple[int | None, int | None]
+
 
 @dataclass(frozen=True)
 class Call:
-    """`leaves` are the flat (args, kwargs); `shapes` is what torch.export wants as dynamic_shapes."""
+    """`leaves` are the user's (args, kwargs), flat, each with its path.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    `numbers` are the leaves' positions in the shape of forward's bound arguments; `dims` the names of
+    each leaf's dynamic sizes; `ranges` what is known of these sizes.
+    """
+
     leaves: tuple[tuple[str, Any], ...]
     spec: pytree.TreeSpec
-    shapes: dict[str, Any] | None
+    numbers: dict[str, Any]
+    dims: tuple[dict[int, str], ...]
+    ranges: dict[str, Range]
 
     @classmethod
     def of(
@@ -32,11 +39,36 @@ class Call:
         kwargs: dict[str, Any],
         dynamic: Mapping[str, Any] | None,
     ) -> Call:
-        bound = _bind(model, args, kwargs)
-        shapes = _dynamic_shapes(bound, dynamic) if dynamic else None
         with_paths, spec = pytree.tree_flatten_with_path((args, kwargs))
         leaves = tuple((_spell(path), leaf) for path, leaf in with_paths)
-        return cls(args, kwargs, leaves, spec, shapes)
+        numbered = pytree.tree_unflatten(list(range(len(leaves))), spec)
+        numbers = _bind(model, *numbered)
+        dims, ranges = _Dynamic(leaves, numbers).read(dynamic or {})
+        return cls(leaves, spec, numbers, dims, ranges)
+
+    def with_ranges(self, ranges: Mapping[str, Range]) -> Call:
+        return replace(self, ranges={**self.ranges, **ranges})
+
+    def example(self, model: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) to trace with: on the model's device where either is meta."""
+        device = _device(model)
+        leaves = [
+            _example(x, device, dims) if isinstance(x, torch.Tensor) else x
+            for (_, x), dims in zip(self.leaves, self.dims, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def dynamic_shapes(self) -> dict[str, Any] | None:
+        """As torch.export wants them."""
+        if not self.ranges:
+            return None
+        sizes = {
+            name: torch.export.Dim(name, min=low, max=high)
+            for name, (low, high) in self.ranges.items()
+        }
+        shapes = [{d: sizes[n] for d, n in dims.items()} or None for dims in self.dims]
+        return {k: pytree.tree_map(lambda i: shapes[i], tree) for k, tree in self.numbers.items()}
 
     def order(self, spec: pytree.TreeSpec) -> list[int]:
         """Our leaves in the order of `spec`, which may have the keywords in another one."""
@@ -66,20 +98,108 @@ def _bind(model: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         ) from None
 
 
-def _dynamic_shapes(bound: dict[str, Any], dynamic: Mapping[str, Any]) -> dict[str, Any]:
-    dims: dict[str, Any] = {}
+# -- the example ---------------------------------------------------------------------------------------
 
-    def dim(name: Any) -> Any:
-        if not isinstance(name, str):
-            return name
-        return dims.setdefault(name, torch.export.Dim(name))
 
-    def shape(value: Any, names: Any) -> Any:
-        if isinstance(names, Mapping):
-            return {k: dim(v) for k, v in names.items()}
-        return names
+def _device(model: torch.nn.Module) -> torch.device | None:
+    """meta if the model has a meta tensor; else that of its first one."""
+    tensors = [*model.parameters(), *model.buffers()]
+    meta = [t for t in tensors if t.is_meta]
+    return next((t.device for t in meta or tensors), None)
 
-    return {
-        name: shape(value, dynamic[name]) if name in dynamic else pytree.tree_map(lambda _: None, value)
-        for name, value in bound.items()
-    }
+
+def _example(x: torch.Tensor, device: torch.device | None, dims: dict[int, str]) -> torch.Tensor:
+    fake = isinstance(x, FakeTensor)
+    moved = device is not None and x.device != device and "meta" in (x.device.type, device.type)
+    small = [d for d in dims if x.shape[d] < 2]  # sizes 0 and 1 would be taken as constants
+    if not (fake or moved or small):
+        return x
+    shape = [2 if d in small else int(s) for d, s in enumerate(x.shape)]
+    new = torch.empty(shape, dtype=x.dtype, device=device if moved else x.device)
+    return new.requires_grad_(x.requires_grad)
+
+
+# -- dynamic sizes -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Dynamic:
+    """Reads `dynamic={"input_ids": {0: "batch"}}`; nested arguments are named by nested mappings."""
+
+    leaves: tuple[tuple[str, Any], ...]
+    numbers: dict[str, Any]
+
+    def read(self, dynamic: Mapping[str, Any]) -> tuple[tuple[dict[int, str], ...], dict[str, Range]]:
+        dims: list[dict[int, str]] = [{} for _ in self.leaves]
+        ranges: dict[str, Range] = {}
+        wrong: list[str] = []
+        named = dict(self._named())
+        for name, asked in dynamic.items():
+            if name not in named:
+                wrong.append(f"forward is given no argument {name!r}")
+                continue
+            for number, path, dim, size in self._sizes(named[name], asked, name, wrong):
+                label, bounds = _size(size)
+                if label is None:
+                    wrong.append(f"{path}: dim {dim} is named {size!r}, not by a string")
+                    continue
+                dims[number][dim] = label
+                ranges[label] = bounds if bounds != (None, None) else ranges.get(label, bounds)
+        wrong += self._unequal(dims)
+        if wrong:
+            given = ", ".join(f"{n}{self._about(tree)}" for n, tree in named.items())
+            raise CaptureError(f"dynamic=: {'; '.join(wrong)}. The arguments are {given}")
+        return tuple(dims), ranges
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
+        """Arguments by name, those of a `**kwargs` by their own."""
+        for name, tree in self.numbers.items():
+            yield name, tree
+            if isinstance(tree, dict):
+                yield from tree.items()
+
+    def _sizes(
+        self, tree: Any, asked: Any, path: str, wrong: list[str]
+    ) -> Iterator[tuple[int, str, int, Any]]:
+        if not asked:
+            return
+        if not isinstance(tree, int):
+            keys = asked.keys() if isinstance(asked, Mapping) else range(len(asked))
+            for key in keys:
+                yield from self._sizes(tree[key], asked[key], f"{path}[{key!r}]", wrong)
+            return
+        tensor = self.leaves[tree][1]
+        if not isinstance(tensor, torch.Tensor):
+            wrong.append(f"{path} is {tensor!r}, which has no sizes")
+            return
+        items = asked.items() if isinstance(asked, Mapping) else enumerate(asked)
+        for dim, size in items:
+            if not -tensor.dim() <= dim < tensor.dim():
+                wrong.append(f"{path} has {tensor.dim()} dims, no dim {dim}")
+            elif size is not None:
+                yield tree, path, dim % tensor.dim(), size
+
+    def _unequal(self, dims: list[dict[int, str]]) -> list[str]:
+        found: dict[str, dict[int, str]] = {}
+        for (path, x), names in zip(self.leaves, dims, strict=True):
+            for dim, name in names.items():
+                found.setdefault(name, {})[int(x.shape[dim])] = f"{path} dim {dim}"
+        return [
+            f"{name!r} is one size but " + ", ".join(f"{s} in {p}" for s, p in places.items())
+            for name, places in found.items()
+            if len(places) > 1
+        ]
+
+    def _about(self, tree: Any) -> str:
+        tensor = self.leaves[tree][1] if isinstance(tree, int) else None
+        return str(list(tensor.shape)) if isinstance(tensor, torch.Tensor) else ""
+
+
+def _size(size: Any) -> tuple[str | None, Range]:
+    if isinstance(size, str):
+        return size, (None, None)
+    name = getattr(size, "__name__", None)
+    if name is None:
+        return None, (None, None)
+    low, high = getattr(size, "min", None), getattr(size, "max", None)
+    return name, (low, high if isinstance(high, int) and high < 2**31 else None)

@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 
+from plait.capture.blocks import Blocks
 from plait.capture.call import Call
+from plait.capture.splice import Splice
 from plait.errors import CaptureError
 from plait.program import Mutation, Output, Program, Weight, WeightKind
 
 
 def lower(
-    model: torch.nn.Module, exported: ExportedProgram, call: Call, training: bool
+    model: torch.nn.Module,
+    exported: ExportedProgram,
+    blocks: Blocks,
+    call: Call,
+    training: bool,
 ) -> tuple[Program, dict[str, torch.Tensor]]:
     """Also the values of all buffers and constants that no call changes, by placeholder."""
-    signature = exported.graph_signature
-    holders = _Holders.of(exported)
-    changed = {s.target for s in signature.output_specs if s.kind is OutputKind.BUFFER_MUTATION}
     _refuse_other_changes(exported)
-
-    weights, values = [], {}
-    for group in _groups(model, exported):
-        node = holders.merge(group.names)
-        if node is None:
-            continue
-        weights.append(group.weight(node.name))
-        constant = not isinstance(group.tensor, torch.nn.Parameter) and not group.tensor.requires_grad
-        if constant and group.tensor.device.type != "meta" and not changed & set(group.names):
-            values[node.name] = group.tensor.detach()
-
-    live = [w for w in weights if holders.by_name[w.names[0]].users]
-    inputs = _inputs(exported, call)
-    graph, env = _copy(exported.graph, [w.node for w in live] + list(inputs.values()))
-    outputs, mutations = _results(graph, env, exported, {n: w.node for w in live for n in w.names})
+    weights = _Weights(model, exported, blocks)
+    graph = fx.Graph()
+    weights.write(graph)
+    inputs = _inputs(exported, call, graph, weights.env)
+    splice = Splice(graph, weights.env, blocks, weights.of_member)
+    for node in exported.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            splice.copy(node)
+    outputs, mutations = _results(graph, exported, weights)
     program = Program(
         graph,
-        tuple(live),
+        tuple(weights.live),
         call.inputs(inputs),
         outputs,
         call.spec,
         exported.call_spec.out_spec,
         mutations=mutations,
-        unused=tuple(w for w in weights if w not in live and w.kind != "constant"),
+        unused=tuple(weights.unused),
         training=training,
     )
-    return program, values
+    return program, weights.values(exported)
 
 
 # -- weights -----------------------------------------------------------------------------------------
@@ -68,14 +65,78 @@ class _Group:
     def weight(self, node: str) -> Weight:
         t = self.tensor
         return Weight(
-            node,
-            self.names,
-            self.kind,
-            tuple(t.shape),
-            t.dtype,
-            requires_grad=t.requires_grad,
-            persistent=self.persistent,
+            node, self.names, self.kind, tuple(t.shape), t.dtype, t.requires_grad, self.persistent
         )
+
+
+class _Weights:
+    """The placeholders of the weights. Tied weights have several in the export, and become one; the
+    weights of spliced blocks have none, and are given one like that of their leader."""
+
+    def __init__(self, model: torch.nn.Module, exported: ExportedProgram, blocks: Blocks):
+        nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+        self.exported = {
+            str(s.target): nodes[s.arg.name]
+            for s in exported.graph_signature.input_specs
+            if s.kind in WEIGHTS
+        }
+        self.name_of = {node: name for name, node in self.exported.items()}
+        self.leaders = {
+            item.path: item.group.leader for run in blocks.runs for item in run.items
+        }
+        self.groups = list(_groups(model, exported))
+        self.env: dict[fx.Node, Any] = {}
+        self.live: list[Weight] = []
+        self.unused: list[Weight] = []
+        self.node: dict[str, fx.Node] = {}  # name -> new placeholder
+
+    def write(self, graph: fx.Graph) -> None:
+        """A placeholder per weight that is read, in the order of the groups."""
+        for group in self.groups:
+            holders = [self.exported[n] for n in group.names if n in self.exported]
+            models = holders or [self.exported[n] for n in self._leader_names(group.names)]
+            if not models:
+                continue
+            if not any(m.users for m in models):
+                self.unused += [group.weight(models[0].name)] if group.kind != "constant" else []
+                continue
+            name = holders[0].name if holders else _placeholder_name(group)
+            new = graph.placeholder(name)
+            new.meta["val"] = models[0].meta["val"]
+            self.live.append(group.weight(new.name))
+            self.env.update(dict.fromkeys(holders, new))
+            self.node.update(dict.fromkeys(group.names, new))
+
+    def of_member(self, node: fx.Node, leader: str, member: str) -> fx.Node:
+        name = self.name_of.get(node, "")
+        if not name.startswith(leader + "."):
+            return self.env[node]  # type: ignore[no-any-return]
+        return self.node[member + name[len(leader) :]]
+
+    def values(self, exported: ExportedProgram) -> dict[str, torch.Tensor]:
+        specs = exported.graph_signature.output_specs
+        changed = {str(s.target) for s in specs if s.kind is OutputKind.BUFFER_MUTATION}
+        return {
+            self.node[g.names[0]].name: g.tensor.detach()
+            for g in self.groups
+            if g.names[0] in self.node
+            and g.kind != "parameter"
+            and not (g.tensor.requires_grad or g.tensor.is_meta or changed & set(g.names))
+        }
+
+    def _leader_names(self, names: Iterable[str]) -> Iterator[str]:
+        for name in names:
+            path, _, rest = name.rpartition(".")
+            while path and path not in self.leaders:
+                path, _, part = path.rpartition(".")
+                rest = f"{part}.{rest}"
+            if path and f"{self.leaders[path]}.{rest}" in self.exported:
+                yield f"{self.leaders[path]}.{rest}"
+
+
+def _placeholder_name(group: _Group) -> str:
+    """As torch.export would name it."""
+    return f"{group.kind[0]}_{group.names[0].replace('.', '_')}"
 
 
 def _groups(model: torch.nn.Module, exported: ExportedProgram) -> Iterator[_Group]:
@@ -108,77 +169,44 @@ def _identity(tensor: torch.Tensor) -> Any:
     return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-@dataclass(frozen=True)
-class _Holders:
-    """The placeholders of the weights, by name; tied weights have several, most of them unread."""
-
-    by_name: dict[str, fx.Node]
-
-    @classmethod
-    def of(cls, exported: ExportedProgram) -> _Holders:
-        nodes = _placeholders(exported)
-        specs = exported.graph_signature.input_specs
-        return cls({str(s.target): nodes[s.arg.name] for s in specs if s.kind in WEIGHTS})
-
-    def merge(self, names: tuple[str, ...]) -> fx.Node | None:
-        found = [self.by_name[n] for n in names if n in self.by_name]
-        for other in found[1:]:
-            other.replace_all_uses_with(found[0])
-        self.by_name.update({n: found[0] for n in names if found})
-        return found[0] if found else None
-
-
 # -- inputs and outputs --------------------------------------------------------------------------------
 
 
-def _inputs(exported: ExportedProgram, call: Call) -> dict[int, str]:
-    """The placeholder of each leaf of the call that is a tensor."""
-    user: list[InputSpec] = [
-        s for s in exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT
-    ]
+def _inputs(
+    exported: ExportedProgram, call: Call, graph: fx.Graph, env: dict[fx.Node, Any]
+) -> dict[int, str]:
+    """A placeholder for each leaf of the call that is a tensor; its name by the leaf's number."""
+    nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    specs = exported.graph_signature.input_specs
+    names = [s.arg.name for s in specs if s.kind is InputKind.USER_INPUT]
     order = call.order(exported.call_spec.in_spec)
-    return {
-        leaf: spec.arg.name
-        for leaf, spec in zip(order, user, strict=True)
-        if isinstance(call.leaves[leaf][1], torch.Tensor)
-    }
-
-
-def _copy(old: fx.Graph, placeholders: list[str]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph of its own with these placeholders first."""
-    by_name = {n.name: n for n in old.nodes if n.op == "placeholder"}
-    graph, env = fx.Graph(), {}
-    for name in placeholders:
-        env[by_name[name]] = graph.node_copy(by_name[name])
-    for node in old.nodes:
-        if node.op not in ("placeholder", "output"):
-            env[node] = graph.node_copy(node, env.__getitem__)
-    for node in graph.nodes:
-        node.meta = {k: node.meta[k] for k in KEPT_META if k in node.meta}
-    return graph, env
+    found: dict[int, str] = {}
+    for leaf, name in sorted(zip(order, names, strict=True)):
+        if isinstance(call.leaves[leaf][1], torch.Tensor):
+            new = env[nodes[name]] = graph.placeholder(name)
+            new.meta["val"] = nodes[name].meta["val"]
+            found[leaf] = new.name
+    return found
 
 
 def _results(
-    graph: fx.Graph,
-    env: dict[fx.Node, fx.Node],
-    exported: ExportedProgram,
-    holders: dict[str, str],
+    graph: fx.Graph, exported: ExportedProgram, weights: _Weights
 ) -> tuple[tuple[Output, ...], tuple[Mutation, ...]]:
     flat = list(exported.graph.output_node().args[0])  # type: ignore[arg-type]
-    specs = exported.graph_signature.output_specs
+    pairs = list(zip(exported.graph_signature.output_specs, flat, strict=True))
     results: list[fx.Node] = []
     outputs: list[Output] = []
     mutations: list[Mutation] = []
-    for spec, value in zip(specs, flat, strict=True):
+    for spec, value in pairs:
         if spec.kind is OutputKind.USER_OUTPUT and isinstance(value, fx.Node):
             outputs.append(Output(index=len(results)))
-            results.append(env[value])
+            results.append(weights.env[value])
         elif spec.kind is OutputKind.USER_OUTPUT:
             outputs.append(Output(value=value))
-    for spec, value in zip(specs, flat, strict=True):
+    for spec, value in pairs:
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            mutations.append(Mutation(holders[str(spec.target)], len(results)))
-            results.append(env[value])
+            mutations.append(Mutation(weights.node[str(spec.target)].name, len(results)))
+            results.append(weights.env[value])
     graph.output(tuple(results))
     return tuple(outputs), tuple(mutations)
 
@@ -196,12 +224,7 @@ def _refuse_other_changes(exported: ExportedProgram) -> None:
         )
 
 
-def _placeholders(exported: ExportedProgram) -> dict[str, fx.Node]:
-    return {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
-
-
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
-KEPT_META = ("val", "stack_trace", "nn_module_stack")
 FORBIDDEN = {
     OutputKind.USER_INPUT_MUTATION: "the argument",
     OutputKind.PARAMETER_MUTATION: "the parameter",

@@ -24,14 +24,16 @@ def capture(
     *,
     dynamic: Mapping[str, Any] | None = None,
     training: bool = False,
+    blocks: bool = True,
 ) -> Program:
     """The model as a `Program`; the model itself is not changed and none of its parameters is kept.
 
     `dynamic` names sizes that may differ from call to call: `{"input_ids": {0: "batch"}}`.
+    `blocks=False` exports every block of the model instead of one of each kind: slower, the same.
     """
     call = Call.of(model, tuple(args), dict(kwargs or {}), dynamic)
-    exported = export(model, call, training)
+    exported, spliced = export(model, call, training, blocks=blocks)
     clean(exported.graph, training)
-    program, values = lower(model, exported, call, training)
+    program, values = lower(model, exported, spliced, call, training)
     program = recognise_masks(fold(program, values))
     return write_out_attention_dropout(program) if training else program

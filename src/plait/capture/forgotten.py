@@ -1,0 +1,61 @@
+"""What an export forgets without a word, found during the trial of a model to be trained."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from plait.errors import CaptureError
+
+
+class Forgotten:
+    """`look` at each operator, `backward_of` what was computed, then `refuse`."""
+
+    def __init__(self, training: bool):
+        self.training = training
+        self.functions: dict[type, None] = {}
+        self.hooked = False
+
+    def look(self) -> None:
+        """Hooks on saved tensors: checkpointing, or activations moved elsewhere."""
+        if self.training and not self.hooked:
+            self.hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+    def backward_of(self, results: list[Any]) -> None:
+        """Every torch.autograd.Function behind `results`."""
+        if not self.training:
+            return
+        stack = [t.grad_fn for t in results if isinstance(t, torch.Tensor) and t.grad_fn]
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                self.functions[node._forward_cls] = None  # type: ignore[attr-defined]
+            new = {n for n, _ in node.next_functions if n is not None} - seen
+            seen |= new
+            stack.extend(new)
+
+    def refuse(self) -> None:
+        checkpoint = torch.utils.checkpoint.CheckpointFunction
+        if self.hooked or checkpoint in self.functions:
+            raise CaptureError(
+                "the model checkpoints its activations, which a captured graph cannot keep: switch "
+                "it off (model.gradient_checkpointing_disable() in transformers), or capture with "
+                "training=False"
+            )
+        if self.functions:
+            names = ", ".join(f"{f.__qualname__} ({_place(f)})" for f in self.functions)
+            raise CaptureError(
+                f"the backward of {names} would be lost: a captured graph has the backward of its "
+                "operators only. Write the forward so that autograd gives the same gradient "
+                "(x + (f(x) - x).detach() for a straight-through f), or capture with training=False"
+            )
+
+
+def _place(cls: type) -> str:
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):
+        return cls.__module__
