@@ -17,10 +17,11 @@ from functools import lru_cache
 from plait.cluster import Cluster, Protocol, Transport
 from plait.cluster.transport import moved
 from plait.cluster.units import spell_seconds, spell_size
-from plait.collectives.algorithms import ALGORITHMS, build, supports
+from plait.collectives.algorithms import ALGORITHMS, supports
 from plait.collectives.schedule import COLLECTIVES, Collective, Spec
 from plait.cost.bound import bound
-from plait.cost.march import envelope_of, whole
+from plait.cost.flow import flow_of
+from plait.cost.march import envelope_of
 from plait.cost.native import form
 from plait.errors import CollectiveError
 
@@ -240,22 +241,18 @@ def _ordered(cluster: Cluster) -> bool:
 
 
 def _stepwise(spec: Spec, cluster: Cluster, by: Transport, protocol: Protocol) -> Reading:
-    schedule = build(spec)
+    shape = flow_of(spec)
     limit = bound(spec.collective, cluster, spec.root)
-    lines = envelope_of(spec, cluster, by, protocol).lines if cluster.size > 1 else ()
-    sent = [0] * spec.n
-    for _, transfer in schedule.transfers():
-        sent[transfer.source] += 1
     return Reading(
         spec.collective,
         spec.n,
         by.name,
         str(spec),
         by.launch + protocol.base,
-        lines,
+        envelope_of(spec, cluster, by, protocol).lines if cluster.size > 1 else (),
         protocol,
-        len(schedule.steps),
-        max(sent) * whole(schedule) / max(schedule.chunks, 1),
+        sum(1 for _ in shape.stages()),
+        shape.sent(),
         (limit.latency, limit.slope),
     )
 

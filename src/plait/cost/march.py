@@ -2,13 +2,13 @@
 
 Every rank issues its steps in order and a transfer starts when what it reads is there, so a step is
 
-    out   a port serves a step's messages together: it begins when it is free and the last of them is ready,
-          and all are out when its last byte is: end = begin + bytes / rate + message for each
+    out   a port serves a step's messages in the order in which they are ready, those that are ready at
+          once together: they are out when their last byte is, bytes / rate + message for each later
     in    the target's port likewise, cut through: bytes enter while they leave
-    add   an addition follows its arrival at once, or (not fused) takes `add` seconds a byte of its target
+    add   an addition follows its arrival at once, or (not fused) takes `add` seconds a byte at its target
 
-Only maxima and sums of latencies and of multiples of the size occur, so the time is a convex piecewise linear
-function of the size: the upper envelope of lines, one a critical path (its latency, its seconds a byte):
+Only maxima and sums of latencies and of multiples of the size occur, so the time is a convex piecewise
+linear function of the size: the upper envelope of lines, each a critical path (latency, seconds a byte):
 
     seconds |            ___---     few bytes: the path with the most steps
             |  ______----            many: the one with the most bytes
@@ -19,6 +19,7 @@ function of the size: the upper envelope of lines, one a critical path (its late
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,13 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.cluster import Cluster, Protocol, Transport
-from plait.collectives.algorithms import build
-from plait.collectives.schedule import Schedule, Spec
+from plait.collectives.schedule import Spec
+from plait.cost.flow import Flow, Ints, Route, Stage, flow_of
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Watch = Callable[[int, Stage, Floats, Floats], None]  # step, its messages, their begins and ends
 
-_SIZES = 2.0 ** np.arange(0, 41, 2)  # the grid: 1 B to 1 TiB
+_SIZES = 2.0 ** np.arange(0, 41, 2.5)  # the grid: 1 B to 1 TiB
 _ABOVE = 1 + 1 / 64
 
 
@@ -46,121 +47,222 @@ class Envelope:
         return max((a + b * nbytes for a, b in self.lines), default=0.0)
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """One step as arrays: its messages, and its transfers (`of` tells the message of each)."""
-
-    source: Ints
-    target: Ints
-    adds: NDArray[np.bool_]
-    of: Ints
-    chunk: Ints
-
-
-def stages(schedule: Schedule) -> tuple[Stage, ...]:
-    """The schedule's messages as arrays, step by step."""
-    result = []
-    for messages in schedule.messages:
-        counts = [len(m.chunks) for m in messages]
-        result.append(
-            Stage(
-                np.array([m.source for m in messages], np.int64),
-                np.array([m.target for m in messages], np.int64),
-                np.array([m.op == "add" for m in messages], np.bool_),
-                np.repeat(np.arange(len(messages)), counts),
-                np.array([chunk for m in messages for chunk in m.chunks], np.int64),
-            )
-        )
-    return tuple(result)
-
-
-def whole(schedule: Schedule) -> float:
-    """Vectors in all chunks together: 1, or for all_to_all n (the size is one rank's send buffer)."""
-    return float(schedule.n if schedule.collective == "all_to_all" else 1)
-
-
 @lru_cache(maxsize=4096)
 def envelope_of(spec: Spec, cluster: Cluster, transport: Transport, protocol: Protocol) -> Envelope:
     """`envelope` of the schedule that a spec names, remembered."""
-    return envelope(build(spec), cluster, transport, protocol)
+    return envelope(flow_of(spec), cluster, transport, protocol)
 
 
 def envelope(
-    schedule: Schedule, cluster: Cluster, transport: Transport, protocol: Protocol
+    what: Flow, cluster: Cluster, transport: Transport, protocol: Protocol
 ) -> Envelope:
-    """The time of a schedule as a function of the size; rank r of the schedule is rank r of the cluster."""
+    """Seconds of a schedule by its size; rank r of the schedule is rank r of the cluster."""
     sizes = np.concatenate([_SIZES, _SIZES * _ABOVE])
-    ends = march(schedule, cluster, transport, protocol, sizes)
-    low, high = np.split(ends, 2)
+    low, high = np.split(march(what, cluster, transport, protocol, sizes), 2)
     slopes = (high - low) / (_SIZES * (_ABOVE - 1))
-    latencies = low - slopes * _SIZES
-    lines = {(f"{a:.6e}", f"{b:.6e}"): (max(a, 0.0), b) for a, b in zip(latencies, slopes, strict=True)}
-    return Envelope(tuple((float(a), float(b)) for a, b in lines.values()))
+    latencies = np.maximum(low - slopes * _SIZES, 0.0)
+    lines = {(f"{a:.6e}", f"{b:.6e}"): (float(a), float(b)) for a, b in zip(latencies, slopes, strict=True)}
+    return Envelope(tuple(lines.values()))
 
 
 def march(
-    schedule: Schedule, cluster: Cluster, transport: Transport, protocol: Protocol, sizes: Floats
+    what: Flow,
+    cluster: Cluster,
+    transport: Transport,
+    protocol: Protocol,
+    sizes: Floats,
+    watch: Watch | None = None,
 ) -> Floats:
     """Seconds until the last rank is done, for each size in bytes."""
-    chunk_bytes = sizes * (whole(schedule) / max(schedule.chunks, 1))
-    n, width = schedule.n, len(sizes)
-    ready = np.zeros((n, max(schedule.chunks, 1), width))
-    rates = np.array([link.bandwidth * link.share for link in cluster.links]) * protocol.share
-    latency = np.array([level.latency for level in cluster.levels]) * protocol.hops + protocol.step
-    free = np.zeros((len(rates), width))
-    adding = np.zeros((n, width))
-    for stage in stages(schedule):
-        count = np.bincount(stage.of, minlength=len(stage.source))
-        nbytes = count[:, None] * chunk_bytes
-        begin = _most(ready[stage.source[stage.of], stage.chunk], stage.of, len(count))
+    state = _State.of(what, cluster, transport, protocol, sizes)
+    for index, stage in enumerate(what.stages()):
+        begin, end = state.step(stage)
+        if watch:
+            watch(index, stage, begin, end)
+    return np.asarray(state.ready.max(axis=0))
+
+
+@dataclass
+class _State:
+    cluster: Cluster
+    chunk_bytes: Floats  # [size]
+    message: float
+    add: float  # seconds a byte; 0: fused
+    rates: Floats  # [link]
+    latency: Floats  # [level]
+    ready: Floats  # [rank * chunks + chunk, size]: when what lies there has arrived
+    chunks: int
+    free: Floats  # [link, size]
+    adding: Floats  # [rank, size]: until when the rank adds
+    ways: dict[int, _Way]
+
+    @staticmethod
+    def of(
+        what: Flow, cluster: Cluster, transport: Transport, protocol: Protocol, sizes: Floats
+    ) -> _State:
+        assert what.n == cluster.size, (what.name, cluster.size)
+        rates = np.array([link.bandwidth * link.share for link in cluster.links]) * protocol.share
+        return _State(
+            cluster,
+            sizes * (what.whole / what.chunks),
+            protocol.message,
+            0.0 if transport.fused else transport.add,
+            rates,
+            np.array([lv.latency for lv in cluster.levels]) * protocol.hops + protocol.step,
+            np.zeros((what.n * what.chunks, len(sizes))),
+            what.chunks,
+            np.zeros((len(rates), len(sizes))),
+            np.zeros((what.n, len(sizes))),
+            {},
+        )
+
+    def step(self, stage: Stage) -> tuple[Floats, Floats]:
+        """When the first byte of each message leaves, and when the last is there and added."""
+        way = self._way(stage.route)
+        source, target = stage.route.source, stage.route.target
+        if stage.of is None:
+            nbytes = np.broadcast_to(self.chunk_bytes, (len(source), len(self.chunk_bytes)))
+            begin = self.ready[source * self.chunks + stage.chunk]
+            places = target * self.chunks + stage.chunk
+        else:
+            counts = np.bincount(stage.of, minlength=len(source))
+            nbytes = counts[:, None] * self.chunk_bytes
+            starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+            there = self.ready[source[stage.of] * self.chunks + stage.chunk]
+            begin = np.maximum.reduceat(there, starts)
+            places = target[stage.of] * self.chunks + stage.chunk
         end = begin
-        for slot in cluster.paths(stage.source, stage.target).T:
-            begin, end = _pass(slot, begin, end, nbytes, rates, free, protocol.message)
-        end = end + latency[cluster.level_of(stage.source, stage.target)][:, None]
-        if stage.adds.any() and not transport.fused:
-            end = _add(stage, end, nbytes * transport.add, adding)
-        arrived = end[stage.of]
-        at = (stage.target[stage.of], stage.chunk)
-        np.maximum.at(ready, at, arrived)
-    return ready.max(axis=(0, 1))
-
-
-def _pass(
-    slot: Ints, begin: Floats, end: Floats, nbytes: Floats, rates: Floats, free: Floats, message: float
-) -> tuple[Floats, Floats]:
-    """Messages pass one link each (slot -1: none); when the first and the last byte of each is through."""
-    used = np.flatnonzero(slot >= 0)
-    if not len(used):
+        for group in way.links:
+            begin, end = self._pass(group, begin, end, nbytes)
+        end = end + way.latency
+        if self.add and stage.adds.any():
+            end = self._added(way.targets, stage.adds, end, nbytes * self.add)
+        self._arrive(way, places, end if stage.of is None else end[stage.of])
         return begin, end
-    links, of = np.unique(slot[used], return_inverse=True)
-    busy = np.zeros((len(links), nbytes.shape[1]))
-    np.add.at(busy, of, nbytes[used] / rates[slot[used]][:, None] + message)
-    start = np.maximum(_most(begin[used], of, len(links)), free[links])
-    free[links] = start + busy
-    begin, end = begin.copy(), end.copy()
-    begin[used] = start[of]
-    end[used] = np.maximum(end[used], free[links][of])
-    return begin, end
+
+    def _pass(
+        self, group: _Group, begin: Floats, end: Floats, nbytes: Floats
+    ) -> tuple[Floats, Floats]:
+        """Messages pass one link each; when their first and last bytes are through."""
+        links = group.ids
+        seconds = nbytes[group.rows] / group.rates + self.message
+        ready = np.maximum(begin[group.rows], group.spread(self.free[links]))
+        first, last = group.serve(ready, seconds)
+        self.free[links] = group.most(last)
+        if group.all:
+            return first, np.maximum(end, last)
+        begin, end = begin.copy(), end.copy()
+        begin[group.rows] = first
+        end[group.rows] = np.maximum(end[group.rows], last)
+        return begin, end
+
+    def _added(
+        self, ranks: _Group, adds: NDArray[np.bool_], end: Floats, seconds: Floats
+    ) -> Floats:
+        """A rank adds what a step brings when the last of it is there, one message after another."""
+        mine = adds[:, None]
+        work = ranks.sum(np.where(mine, seconds, 0.0))
+        start = np.maximum(ranks.most(np.where(mine, end, 0.0)), self.adding[ranks.ids])
+        done = np.where(work > 0, start + work, self.adding[ranks.ids])
+        self.adding[ranks.ids] = done
+        return np.where(mine, ranks.spread(done), end)
+
+    def _arrive(self, way: _Way, places: Ints, end: Floats) -> None:
+        if way.targets.order is None:  # every target once, so every place once
+            self.ready[places] = np.maximum(self.ready[places], end)
+        else:
+            group = _Group.of(places)
+            self.ready[group.ids] = np.maximum(self.ready[group.ids], group.most(end))
+
+    def _way(self, route: Route) -> _Way:
+        if id(route) not in self.ways:
+            slots = self.cluster.paths(route.source, route.target).T
+            level = self.cluster.level_of(route.source, route.target)
+            groups = (_Group.of(slot, np.flatnonzero(slot >= 0), self.rates) for slot in slots)
+            self.ways[id(route)] = _Way(
+                route,
+                tuple(group for group in groups if len(group.ids)),
+                self.latency[level][:, None],
+                _Group.of(route.target),
+            )
+        return self.ways[id(route)]
 
 
-def _add(stage: Stage, end: Floats, seconds: Floats, adding: Floats) -> Floats:
-    """A rank adds what a step brings it one after another, beginning when the first has arrived."""
-    which = np.flatnonzero(stage.adds)
-    ranks, of = np.unique(stage.target[which], return_inverse=True)
-    work = np.zeros((len(ranks), end.shape[1]))
-    np.add.at(work, of, seconds[which])
-    own = _most(end[which], of, len(ranks))
-    done = np.maximum(own, adding[ranks]) + work
-    adding[ranks] = done
-    after = end.copy()
-    after[which] = done[of]
-    return after
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """What a route means on the cluster, worked out once."""
+
+    route: Route  # kept, so that its id stays its own
+    links: tuple[_Group, ...]  # in the order in which messages pass them
+    latency: Floats
+    targets: _Group
 
 
-def _most(values: Floats, of: Ints, groups: int) -> Floats:
-    """The greatest of each group."""
-    if groups == len(values) and np.array_equal(of, np.arange(groups)):
-        return values
-    result = np.zeros((groups, values.shape[1]))
-    np.maximum.at(result, of, values)
-    return result
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Rows by a key (a link, a rank, a place): maxima and sums over the rows of each."""
+
+    ids: Ints  # the keys; if `order` is None there is one row each, in the order of rows
+    rows: Ints
+    all: bool  # every row has a key
+    rates: Floats
+    order: Ints | None
+    starts: Ints
+    which: Ints  # the key's index of each row
+
+    @staticmethod
+    def of(keys: Ints, rows: Ints | None = None, rates: Floats | None = None) -> _Group:
+        mine = keys if rows is None else keys[rows]
+        rows = np.arange(len(keys)) if rows is None else rows
+        speed = np.ones((0, 1)) if rates is None else rates[mine][:, None]
+        order = np.argsort(mine, kind="stable")
+        first = np.flatnonzero(np.diff(mine[order], prepend=-1))
+        whole = len(rows) == len(keys)
+        if len(first) == len(mine):
+            return _Group(mine, rows, whole, speed, None, first, rows)
+        which = np.empty(len(mine), np.int64)
+        which[order] = np.cumsum(np.isin(np.arange(len(mine)), first)) - 1
+        return _Group(mine[order][first], rows, whole, speed, order, first, which)
+
+    def most(self, values: Floats) -> Floats:
+        if self.order is None:
+            return values
+        return np.asarray(np.maximum.reduceat(values[self.order], self.starts))
+
+    def sum(self, values: Floats) -> Floats:
+        if self.order is None:
+            return values
+        return np.asarray(np.add.reduceat(values[self.order], self.starts))
+
+    def serve(self, ready: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+        """One queue a key: when each row begins and ends; rows ready at the same time share."""
+        if self.order is None:
+            return ready, ready + seconds
+        begin, end = self.most(ready), self.sum(seconds)
+        if (self.spread(begin) == ready).all():
+            return ready, self.spread(begin + end)
+        return self._queue(ready, seconds)
+
+    def _queue(self, ready: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+        # Keys are set apart on the axis of time, so that one scan over all rows serves all of them.
+        apart = 2.0 * (float(ready.max()) + float(seconds.sum(axis=0).max()))
+        at = ready + apart * self.which[:, None]
+        order = np.argsort(at, axis=0, kind="stable")
+        at, work = np.take_along_axis(at, order, 0), np.take_along_axis(seconds, order, 0)
+        before = np.cumsum(work, axis=0) - work
+        start = np.maximum.accumulate(at - before, axis=0) + before
+        done = start + work
+        # rows ready at once: the first one's begin, the last one's end
+        new = np.diff(at, axis=0) > 1e-12 * apart
+        rows = np.arange(len(at))[:, None]
+        first = np.maximum.accumulate(np.where(np.vstack([new[:1] | True, new]), rows, 0), axis=0)
+        last = np.where(np.vstack([new, new[:1] | True]), rows, len(at))
+        last = np.minimum.accumulate(last[::-1], axis=0)[::-1]
+        shift = apart * np.take_along_axis(np.broadcast_to(self.which[:, None], at.shape), order, 0)
+        begin, end = np.empty_like(at), np.empty_like(at)
+        np.put_along_axis(begin, order, np.take_along_axis(start, first, 0) - shift, 0)
+        np.put_along_axis(end, order, np.take_along_axis(done, last, 0) - shift, 0)
+        return begin, end
+
+    def spread(self, values: Floats) -> Floats:
+        return values if self.order is None else values[self.which]

@@ -1,0 +1,176 @@
+"""A schedule as arrays, step by step: what the price's march and the simulator read.
+
+    flow(build("ring[8]/4"))        of any schedule
+    wide("ring", (4096,))           the same steps for thousands of ranks, made on the fly: a ring of 4096 has
+                                    33 million transfers, which no list of them would hold
+
+`wide` knows the all-reduces that are used at such sizes; tests compare it with `build` where both exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.collectives.algorithms import build
+from plait.collectives.schedule import Message, Schedule, Spec
+from plait.errors import ScheduleError
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Which rank sends to which, message by message; steps that do the same share one."""
+
+    source: Ints
+    target: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One step: its messages, whether each is added, and its transfers, in the order of the messages.
+
+    `of` tells the message of each transfer; None: every message is one chunk.
+    """
+
+    route: Route
+    adds: NDArray[np.bool_]
+    chunk: Ints
+    of: Ints | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """`whole`: vectors in all chunks together; n for all_to_all, whose size is one rank's send buffer."""
+
+    name: str
+    n: int
+    chunks: int
+    whole: float
+    stages: Callable[[], Iterator[Stage]]
+
+    def sent(self) -> float:
+        """Bytes that the busiest rank sends, per byte of the size."""
+        counts = np.zeros(self.n, np.int64)
+        for stage in self.stages():
+            source = stage.route.source
+            counts += np.bincount(source if stage.of is None else source[stage.of], minlength=self.n)
+        return float(counts.max() * self.whole / self.chunks)
+
+
+@lru_cache(maxsize=1024)
+def flow_of(spec: Spec) -> Flow:
+    """`flow` of the schedule that a spec names, remembered."""
+    return flow(build(spec))
+
+
+def flow(schedule: Schedule) -> Flow:
+    whole = float(schedule.n if schedule.collective == "all_to_all" else 1)
+    routes: dict[bytes, Route] = {}
+    made = tuple(_stage(messages, routes) for messages in schedule.messages)
+    return Flow(schedule.spelling, schedule.n, max(schedule.chunks, 1), whole, lambda: iter(made))
+
+
+def _stage(messages: Sequence[Message], routes: dict[bytes, Route]) -> Stage:
+    ends = np.array([(m.source, m.target) for m in messages], np.int64).T.copy()
+    counts = [len(m.chunks) for m in messages]
+    return Stage(
+        routes.setdefault(ends.tobytes(), Route(ends[0], ends[1])),
+        np.array([m.op == "add" for m in messages], np.bool_),
+        np.array([chunk for m in messages for chunk in m.chunks], np.int64),
+        np.repeat(np.arange(len(messages)), counts) if max(counts) > 1 else None,
+    )
+
+
+def wide(algorithm: str, levels: tuple[int, ...]) -> Flow:
+    """All-reduce on levels[0] (or levels[0] hosts of levels[1]) ranks."""
+    if algorithm not in _WIDE or len(levels) != (2 if algorithm == "hierarchical" else 1):
+        raise ScheduleError(
+            f"{algorithm}{list(levels)} has no wide form; there are ring, tree and parameter_server "
+            "on (n,) ranks and hierarchical, ring in ring, on (hosts, devices)"
+        )
+    return _WIDE[algorithm](*levels)
+
+
+# --- wide forms -----------------------------------------------------------------------------------------
+
+
+def _single(route: Route, chunk: Ints | int, adds: bool) -> Stage:
+    """One chunk a message."""
+    shape = route.source.shape
+    return Stage(route, np.full(shape, adds), np.broadcast_to(chunk, shape))
+
+
+def _ring(n: int) -> Flow:
+    """Turn t of the reduce-scatter: rank r passes the sum of chunk r - t - 1; of the gather: r - t."""
+    ranks = np.arange(n)
+    route = Route(ranks, (ranks + 1) % n)
+
+    def stages() -> Iterator[Stage]:
+        for adds, lag in ((True, 1), (False, 0)):
+            for turn in range(n - 1):
+                yield _single(route, (ranks - turn - lag) % n, adds)
+
+    return Flow(f"ring[{n}]", n, n, 1.0, stages)
+
+
+def _server(n: int) -> Flow:
+    others, master = np.arange(1, n), np.zeros(n - 1, np.int64)
+
+    def stages() -> Iterator[Stage]:
+        yield _single(Route(others, master), 0, True)
+        yield _single(Route(master, others), 0, False)
+
+    return Flow(f"parameter_server[{n}]", n, 1, 1.0, stages)
+
+
+def _tree(n: int) -> Flow:
+    """A complete binary tree: the parent of r is (r - 1) // 2; deepest level first, and back."""
+    depth = np.floor(np.log2(np.arange(n) + 1)).astype(np.int64)
+    levels = [np.flatnonzero(depth == level) for level in range(1, int(depth.max()) + 1)]
+
+    def stages() -> Iterator[Stage]:
+        for child in reversed(levels):
+            yield _single(Route(child, (child - 1) // 2), 0, True)
+        for child in levels:
+            yield _single(Route((child - 1) // 2, child), 0, False)
+
+    return Flow(f"tree[{n}]", n, 1, 1.0, stages)
+
+
+def _hierarchical(hosts: int, devices: int) -> Flow:
+    """Reduce-scatter rings in the hosts, an all-reduce ring across them for each device, gather rings."""
+    ranks = np.arange(hosts * devices)
+    host, device = np.divmod(ranks, devices)
+    near = Route(ranks, host * devices + (device + 1) % devices)
+    far = Route(ranks, (host + 1) % hosts * devices + device)
+
+    def within(adds: bool, lag: int) -> Iterator[Stage]:
+        for turn in range(devices - 1):
+            part = (device - turn - lag) % devices  # of `hosts` chunks each
+            chunk = part[:, None] * hosts + np.arange(hosts)
+            of = np.repeat(ranks, hosts) if hosts > 1 else None
+            yield Stage(near, np.full(len(ranks), adds), chunk.reshape(-1), of)
+
+    def stages() -> Iterator[Stage]:
+        yield from within(True, 1)
+        for adds, lag in ((True, 1), (False, 0)):
+            for turn in range(hosts - 1):
+                yield _single(far, device * hosts + (host - turn - lag) % hosts, adds)
+        yield from within(False, 0)
+
+    name = f"hierarchical[{hosts}x{devices}: ring, ring]"
+    return Flow(name, hosts * devices, hosts * devices, 1.0, stages)
+
+
+_WIDE: dict[str, Callable[..., Flow]] = {
+    "ring": _ring,
+    "parameter_server": _server,
+    "tree": _tree,
+    "hierarchical": _hierarchical,
+}
