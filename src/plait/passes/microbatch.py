@@ -1,0 +1,353 @@
+"""Micro-batches: a program cut in time along the factor that the equations say is a batch.
+
+The same algebra that lays a factor along the ranks of an axis lays it along M pieces that run one
+after another: values that hold the factor come in rows, a sum over it gives one term of a sum, and
+everything else is whole in every piece. Between pieces nothing moves, so a factor serves only if
+every operator can take its operands as they come:
+
+    parallel            the rows of this piece
+    sum, then linear    this piece's term (a loss: the pieces are added up, a mean is weighted by rows)
+    inputs only         computed from the whole input in every piece (the count of valid labels)
+    anything else       the batch is not cut; `Uncut` says which operator forbids it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from plait.passes.expand import is_random
+from plait.passes.partition import Emitter
+from plait.plan.problem import differentiable
+from plait.program import Input, Program, module_path
+from plait.rules.describe import Access, Description
+from plait.rules.equation import Dims, Factor, atoms
+from plait.rules.layout import COPIED, PARTIAL, WHOLE, Layout, Strategy, shard, split_strategy
+from plait.rules.moves import Cut, take
+from plait.rules.split import Split
+
+aten = torch.ops.aten
+WHOLE_COPY = "__whole"  # ends the name of a second placeholder: the input with all its rows
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """Why the batch runs in one piece."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the batch is cut: `split.bounds` are the rows of every piece."""
+
+    split: Split
+    layouts: dict[fx.Node, Layout]
+    strategies: dict[fx.Node, Strategy]
+
+    @property
+    def pieces(self) -> int:
+        return self.split.ranks
+
+    def rows(self, k: int) -> int:
+        return self.split.bounds[k + 1] - self.split.bounds[k]
+
+
+def find(program: Program, d: Description, count: int) -> Batch | Uncut:
+    """The outermost factor of the inputs that can be cut into (at most) `count` pieces."""
+    reasons = []
+    for f in _candidates(program, d):
+        found = _cut(program, d, Split.even((f,), min(count, f.size)))
+        if isinstance(found, Batch):
+            return found
+        reasons.append(found)
+    return reasons[0] if reasons else Uncut("no input has a dim with more than one row to cut")
+
+
+def _candidates(program: Program, d: Description) -> Iterator[Factor]:
+    """Factors of the inputs, outermost dims first, that no weight has."""
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    owned = {f for w in program.weights for dim in d.dims[nodes[w.node]][0] for f in atoms(dim)}
+    seen: dict[Factor, None] = {}
+    dims = [d.dims[nodes[i.node]][0] for i in program.inputs if i.node is not None]
+    for depth in range(max(map(len, dims), default=0)):
+        for each in dims:
+            if depth < len(each):
+                seen.update(dict.fromkeys(f for f in atoms(each[depth]) if f not in owned))
+    return iter([f for f in seen if f not in d.symbolic])
+
+
+def _cut(program: Program, d: Description, split: Split) -> Batch | Uncut:
+    """Every node's layout in time, walking the graph once."""
+    weights = {w.node for w in program.weights}
+    mutated = {m.index: program.weight(m.weight).name for m in program.mutations}
+    batch = Batch(split, {}, {})
+    ahead: set[fx.Node] = set()  # computable from the whole inputs alone
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node in d.dims:
+            ahead |= {node} if node.name not in weights else set()
+            layout = _held(d.dims[node][0], split)
+            if layout is None:
+                return Uncut(f"{node.name} has the batch in two of its dims")
+            batch.layouts[node] = layout
+            batch.strategies[node] = Strategy("input", (), (layout,))
+        elif node.op == "call_function" and node in d.accesses:
+            problem = _lay(node, d.accesses[node], batch, ahead)
+            if problem is not None:
+                return Uncut(problem)
+        elif node.op == "output":
+            for i, item in enumerate(node.args[0]):  # type: ignore[arg-type]
+                layout = batch.layouts.get(item, WHOLE) if isinstance(item, fx.Node) else WHOLE
+                if i in mutated and layout.kind != "whole":
+                    return Uncut(f"buffer {mutated[i]} is changed by the whole batch")
+    return batch
+
+
+def _held(dims: Dims, split: Split) -> Layout | None:
+    if not split.splittable(dims):
+        return None
+    return shard(split) if split.dim(dims) is not None else WHOLE
+
+
+def _lay(node: fx.Node, access: Access, batch: Batch, ahead: set[fx.Node]) -> str | None:
+    """Choose the node's strategy; the reason if there is none."""
+    split = batch.split
+    sources = [o.node for o in access.operands]
+    from_inputs = all(s in ahead or s.op == "get_attr" for s in sources) and not is_random(node)
+    if from_inputs:
+        ahead.add(node)
+    have = [batch.layouts.get(s, WHOLE) for s in sources]
+    strategy = _strategy(access, split, have)
+    terms = strategy is not None and PARTIAL in strategy.results
+    if (strategy is None or terms) and from_inputs and access.operands:
+        whole = (WHOLE,) * len(access.operands)
+        strategy = Strategy("ahead", whole, (WHOLE,) * len(access.results))
+    if strategy is None:
+        where = module_path(node)
+        return f"{_what(node)}{f' in {where}' if where else ''} {_why(access, split, have)}"
+    batch.strategies[node] = strategy
+    batch.layouts[node] = strategy.results[0] if strategy.results else WHOLE
+    return None
+
+
+def _strategy(access: Access, split: Split, have: Sequence[Layout]) -> Strategy | None:
+    partial = [i for i, layout in enumerate(have) if layout == PARTIAL]
+    if partial:
+        return _linear(access, partial, have, split)
+    if not any(split.touches(x.factor) for x in access.letters):
+        if any(layout.kind == "shard" for layout in have):
+            return None
+        return Strategy("whole", (WHOLE,) * len(have), (WHOLE,) * len(access.results))
+    found = split_strategy(access, split, True)
+    if found is None or found.statistics:
+        return None
+    if any(r.kind == "partial" and r != PARTIAL for r in found.results):
+        return None
+    needs = zip(access.operands, have, found.operands, strict=True)
+    fits = all(
+        o.node.op == "get_attr" or h == need or {h.kind, need.kind} <= {"whole", "copied"}
+        for o, h, need in needs
+        if need != PARTIAL
+    )
+    return found if fits and not _adds_bias(access, found) else None
+
+
+def _linear(
+    access: Access, partial: list[int], have: Sequence[Layout], split: Split
+) -> Strategy | None:
+    """Terms of a sum go through what is linear in them."""
+    others = [i for i in range(len(have)) if i not in partial]
+    if any(have[i].kind == "shard" for i in others) or _touched(access, split):
+        return None
+    for group in access.carries:
+        added = [i for i, o in enumerate(access.operands) if o.added]
+        if set(partial) == set(group) and not added:
+            operands = tuple(PARTIAL if i in partial else COPIED for i in range(len(have)))
+            return Strategy("carry", operands, (PARTIAL,) * len(access.results))
+    return None
+
+
+def _touched(access: Access, split: Split) -> bool:
+    values = [o.dims for o in access.operands] + list(access.results)
+    return any(split.touches(f) for dims in values for f in dims)
+
+
+def _adds_bias(access: Access, found: Strategy) -> bool:
+    """A whole bias would be added once a piece to a sum over pieces."""
+    return any(o.added for o in access.operands) and any(r == PARTIAL for r in found.results)
+
+
+def _what(node: fx.Node) -> str:
+    return str(node.target).removeprefix("aten.").split(".")[0]
+
+
+def _why(access: Access, split: Split, have: Sequence[Layout]) -> str:
+    if any(layout == PARTIAL for layout in have):
+        return "is not linear in a sum over the batch"
+    reasons = [x.reason for x in access.letters if x.reason and split.touches(x.factor)]
+    return f"needs the whole batch ({reasons[0]})" if reasons else "needs the whole batch"
+
+
+# -- the program of one piece ---------------------------------------------------------------------
+
+
+def piece(program: Program, d: Description, batch: Batch, k: int) -> Program:
+    """The program of piece `k`: same nodes in the same order for every piece, smaller sizes.
+
+    Its inputs are the rows of the piece; an input that is also needed whole comes once more, as
+    `name__whole`.
+    """
+    emitter = _Piece(program, d, batch.strategies, differentiable(program, d), k)
+    local = emitter.run()
+    assert not local.sites and not local.seeded, "a piece needs nothing from the others"
+    wholes = emitter.whole_copies()
+    names = {n.name: x.name for n, (x, _) in emitter._own.items() if n.op == "placeholder"}
+    assert all(names[w.node] == w.node for w in program.weights)
+    inputs = [replace(i, node=names[i.node]) if i.node else i for i in program.inputs]
+    for node in wholes:
+        entry = next(i for i in program.inputs if i.node == node.name)
+        inputs.append(Input(entry.path + WHOLE_COPY, emitter._wholes[node].name))
+    out = replace(
+        program, graph=local.graph, inputs=tuple(inputs), constants=local.constants,
+    )  # fmt: skip
+    _propagate(program, out, d, batch.split, k)
+    return out
+
+
+@dataclass
+class _Piece(Emitter):
+    """Partition in time: the pieces never talk to each other."""
+
+    _wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def whole_copies(self) -> list[fx.Node]:
+        for node in [n for n, x in self._wholes.items() if not x.users]:
+            self.graph.erase_node(self._wholes.pop(node))
+        return list(self._wholes)
+
+    def run(self) -> Any:
+        self._draws = False
+        return super().run()
+
+    def _input(self, node: fx.Node) -> None:
+        self._set(node, self.graph.placeholder(node.name), self.strategies[node].results[0])
+
+    def _place_seed(self) -> None:
+        """After the last input: the whole copies (the seed comes when ranks are told apart)."""
+        self._draws = False
+        if self._wholes:
+            return
+        for node in [n for n in self._own if n.op == "placeholder"]:
+            if self._own[node][1].kind == "shard":
+                self._wholes[node] = self.graph.placeholder(node.name + WHOLE_COPY)
+
+    def _call(self, node: fx.Node) -> None:
+        before = self.graph._root.prev
+        if is_random(node):  # drawn by passes/expand.py, later
+            access = self.description.accesses[node]
+            xs = [self.value(o.node, WHOLE, o.dims) for o in access.operands]
+            self._set(node, self.copy(node, xs), self.strategies[node].results[0])
+        else:
+            super()._call(node)
+        while before.next.op != "root":
+            before = before.next
+            before.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+
+    def value(self, node: fx.Node, need: Layout, dims: Dims) -> fx.Node:
+        if node.op == "get_attr":
+            split = self._split_of(dims)
+            return self._constant_value(node, shard(split) if split else WHOLE, dims)
+        x, have = self._own[node]
+        if have.kind == "shard" and self._strategy_of_current() == "ahead":
+            return self._whole(node)
+        return x
+
+    def _strategy_of_current(self) -> str:
+        assert self._current is not None
+        found = self.strategies.get(self._current)
+        return found.label if found is not None else ""
+
+    def _split_of(self, dims: Dims) -> Split | None:
+        assert self._current is not None
+        found = self.strategies.get(self._current)
+        split = found.split if found is not None else None
+        return split if split is not None and split.dim(dims) is not None else None
+
+    def _whole(self, node: fx.Node) -> fx.Node:
+        """The value computed from whole inputs: again, beside the rows of the piece."""
+        if node in self._wholes:
+            return self._wholes[node]
+        new = self.graph.node_copy(node, lambda n: self._whole_argument(n))
+        self._wholes[node] = new
+        return new
+
+    def _whole_argument(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr":
+            return self._constant_value(node, WHOLE, ())
+        x, have = self._own[node]
+        return self._whole(node) if have.kind == "shard" else x
+
+    def _output(self, node: fx.Node) -> None:
+        (flat,) = node.args
+        assert isinstance(flat, (tuple, list))
+        self.graph.output(tuple(self._given(x) for x in flat))
+
+    def _given(self, item: Any) -> Any:
+        if not isinstance(item, fx.Node):
+            return item
+        return self._own[item][0] if item in self._own else self.scalar(item)
+
+
+_KEPT = ("stack_trace", "nn_module_stack")
+
+
+def _propagate(whole: Program, out: Program, d: Description, split: Split, k: int) -> None:
+    """Metadata of the piece's values: the operators run on fake tensors of its sizes."""
+    nodes = {n.name: n for n in whole.graph.nodes if n.op == "placeholder"}
+    by_path = {i.path: nodes[i.node] for i in whole.inputs if i.node}
+    sources = {w.node: (nodes[w.node], False) for w in whole.weights}
+    for entry in (i for i in out.inputs if i.node):
+        assert entry.node is not None
+        cut = not entry.path.endswith(WHOLE_COPY)
+        sources[entry.node] = by_path[entry.path.removesuffix(WHOLE_COPY)], cut
+    mode = _mode(nodes.values())
+    for node in out.graph.nodes:
+        if node.op == "placeholder":
+            source, is_cut = sources[node.name]
+            value = source.meta["val"]
+            node.meta["val"] = _rows(value, d.dims[source][0], split, k) if is_cut else value
+        elif node.op == "get_attr":
+            value = out.constants[str(node.target)]
+            node.meta["val"] = mode.from_tensor(value) if mode is not None else value
+    propagate(out.graph)
+
+
+def _rows(value: Tensor, dims: Dims, split: Split, k: int) -> Tensor:
+    if split.dim(dims) is None:
+        return value
+    cut = Cut.of(dims, split)
+    with torch.no_grad():
+        return value.new_empty(take(value, cut.dim, cut.rows[k]).shape)
+
+
+def _mode(nodes: Iterable[fx.Node]) -> Any:
+    values = [n.meta.get("val") for n in nodes]
+    return next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+
+
+def propagate(graph: fx.Graph) -> None:
+    """Fill `meta["val"]` of every call from its arguments' (fake tensors or sizes)."""
+    mode = _mode(n for n in graph.nodes if n.op == "placeholder")
+    with torch.no_grad(), mode if mode is not None else nullcontext():
+        for node in graph.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+                target = node.target
+                if target is aten.view.default or target is aten._unsafe_view.default:
+                    target = aten.reshape.default
+                node.meta["val"] = target(*args, **kwargs)
