@@ -60,7 +60,9 @@ def parse_preset(text: str) -> Cluster:
             f"{text!r} names no cluster; it reads box[hosts x devices]/fabric+option@subset, for example "
             f"dgx-h100[2x8]/ib-ndr. Boxes: {', '.join(BOXES)}; fabrics: {', '.join(FABRICS)}"
         )
-    name = match["box"] + (f"/{match['fabric']}" if match["fabric"] else "") + (match["options"] or "")
+    name = (
+        match["box"] + (f"/{match['fabric']}" if match["fabric"] else "") + (match["options"] or "")
+    )
     box, fabric, options = _parts(name)
     full = BOXES[box].devices
     hosts, each = 1, full
@@ -90,7 +92,9 @@ def spell(cluster: Cluster) -> str | None:
     hosts = cluster.capacity // BOXES[box].devices
     if replace(cluster, places=None) != _build(box, fabric, options, hosts):
         return None
-    suffix = (f"/{fabric}" if hosts > 1 or "sharp" in options else "") + "".join(f"+{o}" for o in options)
+    suffix = (f"/{fabric}" if hosts > 1 or "sharp" in options else "") + "".join(
+        f"+{o}" for o in options
+    )
     full = BOXES[box].devices
     size = f"[{hosts}x{full}]" if hosts > 1 else f"[{full}]"
     if cluster.places is None:
@@ -149,7 +153,11 @@ def _parts(name: str) -> tuple[str, str, tuple[str, ...]]:
         for what, word, table in (("box", box, BOXES), ("fabric", fabric or "ib-ndr", FABRICS))
         if word not in table
     ]
-    wrong += [f"no option is called {o!r}; there are nvls, sharp" for o in options if o not in ("nvls", "sharp")]
+    wrong += [
+        f"no option is called {o!r}; there are nvls, sharp"
+        for o in options
+        if o not in ("nvls", "sharp")
+    ]
     if not wrong and "nvls" in options and not BOXES[box].reduces:
         able = ", ".join(name for name, b in BOXES.items() if b.reduces)
         wrong.append(f"the switch of {box} cannot add; these can: {able}")

@@ -180,7 +180,9 @@ TABLES: tuple[Table, ...] = (
         "push4",
         "two_shot",
         "graph",
-        microseconds("1K:5.74 4K:5.88 16K:6.00 32K:6.10 64K:6.28 128K:6.55 256K:7.29 512K:8.86 1M:14.00"),
+        microseconds(
+            "1K:5.74 4K:5.88 16K:6.00 32K:6.10 64K:6.28 128K:6.55 256K:7.29 512K:8.86 1M:14.00"
+        ),
         _NCCL_README,
     ),
     Table(

@@ -41,7 +41,9 @@ class Level:
     ports: int | None = None  # ports of one unit; None: one for each of its devices
     through: bool = False  # transfers to outer levels pass these ports as well
     total: float | None = None  # bytes/s of the bus that all ports share; None: non-blocking
-    ordered: bool = True  # bytes arrive in the order sent (EFA: not, so no protocol with flags in the data)
+    ordered: bool = (
+        True  # bytes arrive in the order sent (EFA: not, so no protocol with flags in the data)
+    )
     reduces: bool = False  # the switch adds and copies (NVLink SHARP, InfiniBand SHARP)
 
 
@@ -65,7 +67,9 @@ class Cluster:
     source: str = ""  # where the constants come from, with date and method if they were measured
 
     def __post_init__(self) -> None:
-        wrong = [lv.name for lv in self.levels if min(lv.arity, lv.bandwidth) <= 0 or lv.latency < 0]
+        wrong = [
+            lv.name for lv in self.levels if min(lv.arity, lv.bandwidth) <= 0 or lv.latency < 0
+        ]
         if wrong:
             raise ClusterError(
                 f"{self.name}: levels {wrong} need arity and bandwidth above 0, latency 0 or more"
@@ -248,7 +252,11 @@ class Cluster:
 
     def _check(self, chosen: Sequence[int], size: int, what: str) -> None:
         outside = sorted({r for r in chosen if not 0 <= r < size})
-        twice = sorted({r for r in chosen if list(chosen).count(r) > 1}) if len(set(chosen)) < len(chosen) else []
+        twice = (
+            sorted({r for r in chosen if list(chosen).count(r) > 1})
+            if len(set(chosen)) < len(chosen)
+            else []
+        )
         if outside or twice or not chosen:
             raise ClusterError(
                 f"{self.name} has {what} 0 to {size - 1}; "
@@ -272,5 +280,9 @@ def _transport(data: dict[str, Any]) -> Transport:
             "protocols": tuple(Protocol(**p) for p in data["protocols"]),
             "algorithms": tuple(data["algorithms"]),
             "internal": tuple((form, Protocol(**p)) for form, p in data["internal"]),
+            "measured": tuple(
+                (spelling, tuple(Protocol(**p) for p in protocols))
+                for spelling, protocols in data.get("measured", ())
+            ),
         }
     )

@@ -43,8 +43,10 @@ class Protocol:
 class Transport:
     """What a library can run on a machine, and what it costs there.
 
-    `algorithms` are the schedules it runs step by step; `internal` are the forms and protocols that its own
-    collective (the algorithm `native`) chooses among: `ring`, `tree`, `nvls`.
+    `algorithms` are the schedules it runs step by step; `internal` are the forms and protocols that
+    its own collective (the algorithm `native`) chooses among: `ring`, `tree`, `nvls`. `measured` are
+    the protocols of what was measured by itself on a number of ranks, by its spelling: `ring[4]/4`,
+    `all_gather native[4]`; where a collective was measured, only what was measured is chosen from.
     """
 
     name: str  # "nccl", "symmetric", "gloo"
@@ -53,12 +55,17 @@ class Transport:
     internal: tuple[tuple[str, Protocol], ...] = ()
     launch: float = 0.0  # seconds to start a collective: depends on who starts it (see LAUNCH)
     reach: int | None = None  # the outermost level it can cross; None: any
-    fused: bool = True  # additions run while bytes arrive, on the device, and cost nothing beside them
+    fused: bool = (
+        True  # additions run while bytes arrive, on the device, and cost nothing beside them
+    )
     add: float = 0.0  # not fused: seconds for each byte added
+    measured: tuple[tuple[str, tuple[Protocol, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         for protocol in (*self.protocols, *(p for _, p in self.internal)):
-            assert protocol.window <= protocol.base, f"{protocol}: bytes cannot hide under no latency"
+            assert protocol.window <= protocol.base, (
+                f"{protocol}: bytes cannot hide under no latency"
+            )
 
     def with_launch(self, seconds: float) -> Transport:
         return replace(self, launch=seconds)

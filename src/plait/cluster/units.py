@@ -1,7 +1,7 @@
 """Quantities as people write them: `450GB/s`, `0.6us`, `64MiB`. GB is 1e9 bytes, GiB is 2**30.
 
-    parse_size("64MiB") == 2**26        spell_size(2**26) == "64MiB"
-    spell_seconds(3.2e-6) == "3.2us"    spell_rate(450e9) == "450GB/s"
+parse_size("64MiB") == 2**26        spell_size(2**26) == "64MiB"
+spell_seconds(3.2e-6) == "3.2us"    spell_rate(450e9) == "450GB/s"
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The price of compute: a device's clock (cluster/device.py) applied to kernels.
 
-    kernel     max(flops at the tile's share of peak, bytes at the memory's share)  + launch
-    matmul     the same in whole waves of tiles                                      Device.matmul_seconds
-    attention  two matmuls per (query block, key block), half of them when causal; scores never leave the chip
+kernel     max(flops at the tile's share of peak, bytes at the memory's share)  + launch
+matmul     the same in whole waves of tiles                                      Device.matmul_seconds
+attention  two matmuls per (query block, key block), half of them when causal; scores never leave the chip
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from plait.cluster import Cluster, Protocol
+from plait.cluster import Cluster
 from plait.cluster.calibrate import Fit, fit
 from plait.cluster.published import Table
 from plait.cluster.software import SHARED, Shared, launch, push, transports
-from plait.cost.comm import readings
+from plait.cost.reading import BARE, readings
 
 Floats = NDArray[np.float64]
 
@@ -48,10 +48,11 @@ def fit_table(table: Table) -> tuple[Fit, Cluster]:
     """The fit of a table, and its cluster with the fitted protocols in place of the shared ones."""
     cluster = cluster_of(table)
     transport = cluster.transports[0]
-    bare = Protocol("bare")  # costs nothing but hops and line rate
-    internal = ((table.form, bare),) if table.form else ()
-    alone = replace(transport, protocols=(bare,), internal=internal)
-    reading = readings(table.collective, replace(cluster, transports=(alone,)), table.algorithm)[0][1]
+    internal = ((table.form, BARE),) if table.form else ()
+    alone = replace(transport, protocols=(BARE,), internal=internal)
+    reading = readings(table.collective, replace(cluster, transports=(alone,)), table.algorithm)[0][
+        1
+    ]
     result = fit(table.rows, [(reading.latency + a, b) for a, b in reading.lines], table.name)
     if table.form:
         fitted = replace(transport, internal=tuple((table.form, p) for p in result.protocols))

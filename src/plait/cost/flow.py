@@ -59,7 +59,9 @@ class Flow:
         counts = np.zeros(self.n, np.int64)
         for stage in self.stages():
             source = stage.route.source
-            counts += np.bincount(source if stage.of is None else source[stage.of], minlength=self.n)
+            counts += np.bincount(
+                source if stage.of is None else source[stage.of], minlength=self.n
+            )
         return float(counts.max() * self.whole / self.chunks)
 
 

@@ -53,15 +53,16 @@ def envelope_of(spec: Spec, cluster: Cluster, transport: Transport, protocol: Pr
     return envelope(flow_of(spec), cluster, transport, protocol)
 
 
-def envelope(
-    what: Flow, cluster: Cluster, transport: Transport, protocol: Protocol
-) -> Envelope:
+def envelope(what: Flow, cluster: Cluster, transport: Transport, protocol: Protocol) -> Envelope:
     """Seconds of a schedule by its size; rank r of the schedule is rank r of the cluster."""
     sizes = np.concatenate([_SIZES, _SIZES * _ABOVE])
     low, high = np.split(march(what, cluster, transport, protocol, sizes), 2)
     slopes = (high - low) / (_SIZES * (_ABOVE - 1))
     latencies = np.maximum(low - slopes * _SIZES, 0.0)
-    lines = {(f"{a:.6e}", f"{b:.6e}"): (float(a), float(b)) for a, b in zip(latencies, slopes, strict=True)}
+    lines = {
+        (f"{a:.6e}", f"{b:.6e}"): (float(a), float(b))
+        for a, b in zip(latencies, slopes, strict=True)
+    }
     return Envelope(tuple(lines.values()))
 
 

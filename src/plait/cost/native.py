@@ -65,7 +65,9 @@ def _loads(cluster: Cluster, per_device: float, per_unit: float) -> float:
         if not crossings:
             continue
         ports = min(len(cluster.ports_of(i, unit)) for unit in cluster.units(i))
-        slowest = max(slowest, (per_unit if i else per_device) / (ports * level.bandwidth * level.share))
+        slowest = max(
+            slowest, (per_unit if i else per_device) / (ports * level.bandwidth * level.share)
+        )
         if level.total is not None:
             slowest = max(slowest, per_device * len(cluster.units(i)) / level.total)
     return slowest
@@ -102,7 +104,9 @@ def _nvls(cluster: Cluster) -> Form | None:
     hops = [2] + [2 * floor(log2(max(count, 1))) for count in units[1:]]
     each = (inner + 1) / inner
     between = _loads(cluster, 0.0, 1.0 if units[-1] == 2 else 2.0)
-    return Form(tuple(hops), between, each, each / (cluster.levels[0].bandwidth * cluster.levels[0].share))
+    return Form(
+        tuple(hops), between, each, each / (cluster.levels[0].bandwidth * cluster.levels[0].share)
+    )
 
 
 def _one_shot(cluster: Cluster) -> Form:

@@ -1,0 +1,228 @@
+"""Readings: every way to run a collective on a cluster, as seconds by size.
+
+    readings("all_reduce", cluster)     ("native", ring by LL), ("native", tree by LL), ...,
+                                        ("ring", ring[8] by p2p), ("ring", ring[8]/4 by p2p), ...
+
+A reading has no size in it, so that it is made once and asked often: the lines of a schedule's march
+(march.py) or of a library's own form (native.py), and the protocol whose constants turn them into seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from plait.cluster import Cluster, Protocol, Transport
+from plait.cluster.transport import moved
+from plait.collectives.algorithms import ALGORITHMS, supports
+from plait.collectives.schedule import COLLECTIVES, Collective, Spec
+from plait.cost.bound import bound
+from plait.cost.flow import flow_of
+from plait.cost.march import envelope_of
+from plait.cost.native import form
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to run a collective: seconds as a function of the size."""
+
+    collective: Collective
+    n: int
+    transport: str
+    detail: str
+    latency: float
+    lines: tuple[tuple[float, float], ...]  # of the march: latency, seconds a byte
+    protocol: Protocol
+    steps: int
+    sent: float  # bytes sent by the busiest rank, per byte of the size
+    floor: tuple[float, float]  # the bound: seconds, seconds a byte
+
+    @property
+    def start(self) -> float:
+        """Seconds of the hops of a vector with no bytes."""
+        return max((a for a, _ in self.lines), default=0.0)
+
+    def moving(self, nbytes: float) -> float:
+        """Seconds that its bytes add."""
+        return max((a + b * nbytes for a, b in self.lines), default=0.0) - self.start
+
+    def seconds(self, nbytes: float) -> float:
+        if nbytes <= 0 or self.n == 1:
+            return 0.0
+        return (
+            self.latency + self.start + float(moved(self.moving(nbytes), self.protocol, self.steps))
+        )
+
+    def bound(self, nbytes: float) -> float:
+        return 0.0 if nbytes <= 0 or self.n == 1 else max(self.floor[0], self.floor[1] * nbytes)
+
+
+@lru_cache(maxsize=4096)
+def readings(
+    collective: str,
+    cluster: Cluster,
+    algorithm: str | None = None,
+    transport: str | None = None,
+    root: int = 0,
+) -> tuple[tuple[str, Reading], ...]:
+    """Every way to run a collective over all ranks of a cluster, each with its algorithm's name."""
+    assert collective in COLLECTIVES, collective
+    found: list[tuple[str, Reading]] = []
+    for by in cluster.transports:
+        if transport not in (None, by.name) or not _reaches(by, cluster):
+            continue
+        measured = _measured(collective, cluster, by, root)
+        if measured and algorithm is None:
+            found += measured
+            continue
+        if algorithm in (None, "native"):
+            own = [pair for pair in measured if pair[0] == "native"]
+            found += own or [("native", reading) for reading in _natives(collective, cluster, by)]
+        for name, spec in _specs(collective, cluster, by, algorithm, root):
+            own = [pair for pair in measured if pair[1].detail == str(spec)]
+            found += own or [(name, _stepwise(spec, cluster, by, p)) for p in by.protocols]
+    return tuple(found)
+
+
+def native_spelling(collective: str, n: int) -> str:
+    """The key of a library's own collective in Transport.measured."""
+    return f"native[{n}]" if collective == "all_reduce" else f"{collective} native[{n}]"
+
+
+def _measured(
+    collective: Collective, cluster: Cluster, by: Transport, root: int
+) -> list[tuple[str, Reading]]:
+    """What was measured by itself on so many ranks: its lines at line rate, and its own constants."""
+    found: list[tuple[str, Reading]] = []
+    if cluster.size == 1:
+        return found
+    bare = replace(by, protocols=(BARE,), internal=tuple((f, BARE) for f, _ in by.internal[:1]))
+    for spelling, protocols in by.measured:
+        spec = Spec.parse(spelling)
+        if (spec.collective, spec.n, spec.root) != (collective, cluster.size, root):
+            continue
+        if spec.algorithm == "native":
+            alone = list(_natives(collective, cluster, bare))[0]
+        else:
+            alone = _stepwise(spec, cluster, replace(bare, fused=True), BARE)
+        for p in protocols:
+            lines = tuple((a, b / p.share) for a, b in alone.lines)
+            by_p = replace(alone, latency=by.launch + p.base, lines=lines, protocol=p)
+            found.append((spec.algorithm, replace(by_p, detail=spelling)))
+    return found
+
+
+def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterator[Reading]:
+    limit = bound(collective, cluster)
+    if cluster.size == 1 and by.internal:
+        yield Reading(
+            collective, 1, by.name, "nothing", 0.0, (), by.internal[0][1], 0, 0.0, (0.0, 0.0)
+        )
+    for name, protocol in by.internal:
+        made = form(name, collective, cluster)
+        if made is None or (protocol.flags and not _ordered(cluster)):
+            continue
+        hop = sum(
+            count * (protocol.hops * level.latency + protocol.step + protocol.message)
+            for count, level in zip(made.hops, cluster.levels, strict=True)
+        )
+        yield Reading(
+            collective,
+            cluster.size,
+            by.name,
+            f"{name}/{protocol.name}",
+            by.launch + protocol.base,
+            (
+                (hop, made.load / protocol.share),
+                (hop, made.adding / (protocol.share * protocol.adding)),
+            ),
+            protocol,
+            made.steps,
+            made.sent,
+            (limit.latency, limit.network if made.network else limit.slope),
+        )
+
+
+def _ordered(cluster: Cluster) -> bool:
+    """Do all levels that the ranks cross deliver bytes in the order sent?"""
+    counts = [len(cluster.units(level)) for level in range(len(cluster.levels) + 1)]
+    return all(
+        level.ordered or below == above
+        for level, below, above in zip(cluster.levels, counts, counts[1:], strict=False)
+    )
+
+
+def _stepwise(spec: Spec, cluster: Cluster, by: Transport, protocol: Protocol) -> Reading:
+    shape = flow_of(spec)
+    limit = bound(spec.collective, cluster, spec.root)
+    return Reading(
+        spec.collective,
+        spec.n,
+        by.name,
+        str(spec),
+        by.launch + protocol.base,
+        envelope_of(spec, cluster, by, protocol).lines if cluster.size > 1 else (),
+        protocol,
+        sum(1 for _ in shape.stages()),
+        shape.sent(),
+        (limit.latency, limit.slope),
+    )
+
+
+def _specs(
+    collective: Collective, cluster: Cluster, by: Transport, algorithm: str | None, root: int
+) -> Iterator[tuple[str, Spec]]:
+    """The schedules to try: every algorithm of the transport, in a few numbers of pieces."""
+    if algorithm is not None and "[" in algorithm:
+        spec = Spec.parse(algorithm)
+        if not algorithm.strip().startswith(spec.collective):  # the collective left out
+            spec = replace(spec, collective=collective, root=spec.root or root)
+        if (spec.collective, spec.n) == (
+            collective,
+            cluster.size,
+        ) and spec.algorithm in by.algorithms:
+            yield spec.algorithm, spec
+        return
+    wanted, _, count = (algorithm or "").partition("/")
+    at = root if collective in ("broadcast", "reduce") else 0
+    for name in by.algorithms:
+        if wanted not in ("", name):
+            continue
+        if name == "hierarchical":
+            yield from ((name, spec) for spec in _hierarchies(collective, cluster, at))
+        elif supports(name, collective):
+            several = _PIECES if name in _PIPELINED and cluster.size > 2 else (1,)
+            for pieces in (int(count),) if count else several:
+                yield name, Spec(name, (cluster.size,), collective, (), pieces, at)
+
+
+def _hierarchies(collective: Collective, cluster: Cluster, root: int) -> Iterator[Spec]:
+    """Two levels, hosts and devices, if the ranks lie in equal runs, host by host."""
+    hosts = cluster.nodes
+    g = len(hosts[0])
+    if (
+        len(hosts) < 2
+        or g < 2
+        or hosts != tuple(tuple(range(i * g, i * g + g)) for i in range(len(hosts)))
+    ):
+        return
+    for outer, inner in _PAIRS:
+        if supports(outer, collective) and supports(inner, collective):
+            yield Spec("hierarchical", (len(hosts), g), collective, (outer, inner), 1, root)
+
+
+def _reaches(by: Transport, cluster: Cluster) -> bool:
+    return by.reach is None or all(
+        len(cluster.units(i)) == 1 for i in range(by.reach + 1, len(cluster.levels))
+    )
+
+
+# --- tables ---------------------------------------------------------------------------------------------------
+
+BARE = Protocol("bare")  # hops and line rate, nothing else
+_PIECES = (1, 4, 16)
+_PIPELINED = frozenset(
+    name for name, a in ALGORITHMS.items() if a.style == "root" or name == "ring"
+) - {"parameter_server"}
+_PAIRS = (("ring", "two_shot"), ("tree", "two_shot"), ("two_shot", "two_shot"), ("ring", "ring"))
