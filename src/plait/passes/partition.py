@@ -289,7 +289,7 @@ class Emitter:
         current = self._current if self._current is not None else about
         value = about.meta.get("val")
         dtype = value.dtype if isinstance(value, Tensor) else torch.float32
-        shape = tuple(f.size for f in dims) if dims else _shape(value)
+        shape = tuple(f.extent for f in dims) if dims else _shape(value)
         line, module = current.meta.get("stack_trace", ""), module_path(current)
         name = f"move_{len(self.sites)}"
         return Site(name, c, about.name, module, line, shape, dtype, grad, key)

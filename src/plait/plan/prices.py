@@ -108,7 +108,7 @@ class CostPrices:
         f = strategy.statistics[0]
         access = choice.access
         assert access is not None
-        nbytes = 4.0 * prod(x.size for x in access.operands[0].dims) / f.size
+        nbytes = 4.0 * prod(x.extent for x in access.operands[0].dims) / f.extent
         return (4 if choice.grad else 2) * self.collective("all_reduce", nbytes)
 
     def conversion(self, choice: Choice, a: Key, b: Key) -> float | None:
@@ -148,7 +148,7 @@ def _kind(key: Key) -> str:
 
 
 def _bytes(dims: Dims, dtype: torch.dtype) -> float:
-    return float(prod(f.size for f in dims)) * dtype.itemsize
+    return float(prod(f.extent for f in dims)) * dtype.itemsize
 
 
 def _dtype(operand: Operand) -> torch.dtype:
@@ -190,4 +190,4 @@ def _flops(letters: Dims, strategy: Strategy) -> float:
     """Multiplications and additions of one product on the busiest rank."""
     cut = [f for f in letters if _cuts(strategy, f)]
     share = max(_held(strategy, f) / f.size for f in cut) if cut else 1.0
-    return 2.0 * share * float(prod(f.size for f in letters))
+    return 2.0 * share * float(prod(f.extent for f in letters))

@@ -318,6 +318,12 @@ def factory(d: Describer, node: fx.Node) -> Access:
     return Access((), (result,), letters, (), local)
 
 
+def positions(d: Describer, node: fx.Node) -> Access:
+    """arange: every rank makes all of it, for it costs nothing."""
+    result = d.fresh_dims(node)
+    return Access((), (result,), tuple(Letter(f, "whole", "positions") for f in result))
+
+
 def new_factory(d: Describer, node: fx.Node) -> Access:
     access = factory(d, node)
     template = d.operand(bind(node)["self"])
@@ -424,6 +430,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("alias.default clone.default contiguous.default detach.default lift_fresh_copy.default", views.same),
     ("zeros_like.default ones_like.default full_like.default empty_like.default", views.full_like),
     ("full.default zeros.default ones.default empty.memory_format", factory),
+    ("arange.default arange.start arange.start_step", positions),
     ("new_zeros.default new_ones.default new_full.default new_empty.default", new_factory),
     # elementwise, linear in some operand
     ("add.Tensor sub.Tensor", Elementwise("self+other")),

@@ -88,6 +88,7 @@ class Describer:
         self.accesses: dict[fx.Node, Access] = {}
         self.conflicts: list[str] = []
         self._primes: dict[sympy.Symbol, int] = {}
+        self._hints: dict[int, int] = {}  # stand-in -> what the size was in the example
         self._constants: dict[fx.Node, Dims] = {}  # of the node being visited
 
     # -- sizes -----------------------------------------------------------------------------------
@@ -103,7 +104,20 @@ class Describer:
             if symbol not in self._primes:
                 start = max(self._primes.values(), default=2**40)
                 self._primes[symbol] = int(sympy.nextprime(start + 2**20))
-        return int(expr.xreplace({k: sympy.Integer(v) for k, v in self._primes.items()}))
+                self._hints[self._primes[symbol]] = _example(s, symbol)
+        size = int(expr.xreplace({k: sympy.Integer(v) for k, v in self._primes.items()}))
+        self._hints.setdefault(size, _example(s, expr))
+        return size
+
+    def hint(self, size: int) -> int:
+        """What a stand-in was in the example; of a product, by its primes."""
+        if size in self._hints:
+            return self._hints[size]
+        out = 1
+        for prime in self._primes.values():
+            while size % prime == 0:
+                size, out = size // prime, out * self._hints[prime]
+        return out * size
 
     def is_symbolic(self, f: Factor) -> bool:
         return f.size >= 2**40
@@ -196,6 +210,8 @@ def _finish(d: Describer) -> Description:
             if g.root().kind == r.root().kind == "free":
                 runs[(g.root(), r.root())] = None
     symbolic = frozenset(f for f in names.values() if d.is_symbolic(f))
+    for f in symbolic:
+        f.hint = d.hint(f.size)
     return Description(d.accesses, d.dims, names, tuple(runs), symbolic, tuple(d.conflicts))
 
 
@@ -204,6 +220,13 @@ def _name(f: Factor, names: dict[str, Factor]) -> None:
         if part.kind == "free" and part.size > 1 and not part.name:
             part.name = f"f{len(names)}"
             names[part.name] = part
+
+
+def _example(s: Any, expr: sympy.Expr) -> int:
+    """The value of an expression over sizes in the example call."""
+    env = s.node.shape_env
+    values = getattr(env, "backed_var_to_val", None) or env.var_to_val  # torch 2.13, 2.11
+    return int(expr.xreplace({k: sympy.Integer(int(v)) for k, v in values.items()}))
 
 
 def bind(node: fx.Node) -> dict[str, Any]:

@@ -25,7 +25,7 @@ Ranges = tuple[tuple[int, int], ...]
 class Factor:
     """A node of the union-find: `link` forwards to another factor, `parts` refine this one."""
 
-    __slots__ = ("kind", "link", "name", "parts", "size")
+    __slots__ = ("hint", "kind", "link", "name", "parts", "size")
 
     def __init__(self, size: int, kind: str = "free", parts: tuple[Factor, ...] = ()):
         self.size = size
@@ -33,6 +33,17 @@ class Factor:
         self.parts = parts
         self.link: Factor | None = None
         self.name = ""
+        self.hint: int | None = None  # of a symbolic size: what it was in the example
+
+    @property
+    def extent(self) -> int:
+        """The size to reckon with: a symbolic size counts as it was in the example."""
+        f = self.root()
+        if f.kind == "prod":
+            return prod(p.extent for p in f.parts)
+        if f.kind == "sum":
+            return sum(p.extent for p in f.parts)
+        return f.size if f.hint is None else f.hint
 
     def root(self) -> Factor:
         f = self
