@@ -33,7 +33,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from stack import EPS, KIND, Layer, Shape, attend, layers_of, probe_attention, rope, rotary, swiglu
 from timing import capture, interleaved, spread, start
 
-from plait.runtime.copy_engine import Events, Lane
+from plait.runtime.copy_engine import Lane, Pulled
 from plait.runtime.kernels.exchange import Exchange
 from plait.runtime.kernels.norm import sum_norm
 from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
@@ -130,7 +130,8 @@ class Part:
     exchange: Exchange | None = None
     shares: Shares = (0.0, 0.0, 0.0, 0.0)
     residual: Tensor = field(init=False)
-    events: Events = field(default_factory=dict)
+    pulled: Pulled = field(default_factory=lambda: Pulled({}, {}))
+    by_flag: bool = False
 
     def __post_init__(self) -> None:
         self.residual = torch.empty_like(self.ring.rows.own)
@@ -143,12 +144,12 @@ class Part:
         with self.compute():
             norm([self.x], None, self.work.model.layers[0].norm, None, self.ring.rows.buffer.local)
             self.residual.copy_(self.x[bounds[rank] : bounds[rank + 1]])
-        self.events = {}
+        self.pulled = Pulled({}, {})
 
     def end(self) -> None:
-        self.compute.after(*self.events.values())
+        self.compute.after(*self.pulled.events.values())
         if self.transfers and self.exchange is None:
-            self.ring.close(self.events)
+            self.ring.close(self.pulled)
 
     def gathers(self, block: int) -> float:
         """The direct share of the gather before `block`; the last gather hides behind nothing."""
@@ -166,9 +167,9 @@ class Part:
         with self.compute():
             if pieces and block:
                 gather_matmul(self.ring, model.first(block), work.into(block), self.compute,
-                              self.events, self.gathers(block))
+                              self.pulled, self.gathers(block))
             else:
-                self.compute.after(*self.events.values())
+                self.compute.after(*self.pulled.events.values())
                 torch.mm(self.ring.rows.buffer.local, model.first(block).t(), out=work.into(block))
             if block % 2 == 0:
                 work.rotate(block)
@@ -178,12 +179,13 @@ class Part:
         with self.compute():
             x, weight = self.work.middle(block), self.work.model.last(block)
             if pieces:
-                self.events = matmul_scatter(ring, x, weight, self.compute, self.scatters(block))
+                self.pulled = matmul_scatter(
+                    ring, x, weight, self.compute, self.scatters(block), by_flag=self.by_flag)
             else:
                 torch.mm(x, weight.t(), out=ring.terms.partials.buffer.local)
                 if self.transfers and self.exchange is None:
                     ring.put(self.compute, ring.collected)
-                    self.events = ring.collect()
+                    self.pulled = ring.collect(by_flag=self.by_flag)
 
     def finish(self, block: int) -> None:
         weight, ring = self.work.model.norm_after(block), self.ring
@@ -191,11 +193,12 @@ class Part:
             if self.exchange is not None:
                 self.exchange.all_reduce_norm(
                     ring.terms.partials, self.residual, weight, eps=EPS, kind=KIND, rows_out=ring.rows)
-                self.events = {}
+                self.pulled = Pulled({}, {})
             elif self.transfers:
-                self.events = finish(
-                    ring, self.residual, weight, None, self.compute, self.events, eps=EPS, kind=KIND,
-                    read=self.scatters(block), push=self.gathers(block + 1))
+                self.pulled = finish(
+                    ring, self.residual, weight, None, self.compute, self.pulled, eps=EPS, kind=KIND,
+                    read=self.scatters(block), push=self.gathers(block + 1),
+                    by_flag=self.by_flag and block < self.work.model.blocks[-1])
             else:
                 norm(ring.terms.sources(), self.residual, weight, self.residual, ring.rows.own)
 
@@ -206,6 +209,7 @@ class Sharded:
     def __init__(
         self, model: Model, x: Tensor, workspace: Workspace, cuts: list[int], *, streams: int = 1,
         transfers: bool = True, programs: int = 0, shares: Shares = (0.0, 0.0, 0.0, 0.0),
+        by_flag: bool = True,
     ) -> None:
         self.model, self.workspace = model, workspace
         self.pieces = transfers and not programs
@@ -216,7 +220,7 @@ class Sharded:
             bounds = [(hi - lo) * r // ranks for r in range(ranks + 1)]
             ring = Ring.of(workspace, bounds, model.shape.hidden, x.dtype)
             work, lane = Work(model, lo, hi, qkv), self.lanes[i % streams]
-            part = Part(work, ring, lane, transfers, x[lo:hi], shares=shares)
+            part = Part(work, ring, lane, transfers, x[lo:hi], shares=shares, by_flag=by_flag)
             part.exchange = Exchange(workspace, programs) if programs else None
             self.parts.append(part)
 
@@ -310,13 +314,12 @@ def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: 
         blocking("two_shot", lambda y: two_shot(y, "sum", group.group_name), y)
     blocking("nccl_floor", lambda y: None, torch.empty_like(x))
     sharded("beside", [0, t])
-    for a, b in ((1.0, 1.0), (0.5, 1.0), (0.5, 0.5), (0.25, 0.5), (0.25, 0.25)):
+    sharded("beside_by_event", [0, t], by_flag=False)
+    for a, b in ((1.0, 1.0), (1.0, 0.25), (0.25, 1.0), (0.25, 0.25), (0.5, 0.25)):
         sharded(f"direct_{a}_{b}", [0, t], shares=(a, b, 0.0, 0.0))
-    sharded("direct_0.5_0.5_ffn", [0, t], shares=(0.5, 0.5, 0.0, 0.25))
+    sharded("direct_1.0_1.0_by_event", [0, t], shares=(1.0, 1.0, 0.0, 0.0), by_flag=False)
     sharded("row_floor", [0, t], transfers=False)
-    sharded("parts", half)
-    sharded("parts_floor", half, transfers=False)
-    sharded("parts_2s", half, streams=2)
+    sharded("parts_2s", half, streams=2, by_flag=False)
     sharded("parts_2s_floor", half, streams=2, transfers=False)
     sharded("exchange", [0, t], programs=128)
     return result
@@ -359,12 +362,12 @@ def run(
         middle, low, high = spread(times)
         rows[name] |= {"ms": middle, "p10": low, "p90": high}
     hide(rows)
-    if trace is not None and tokens <= 2048:
+    if trace is not None and tokens == 2048:
         timelines({n: graphs[n] for n in TRACED if n in graphs}, trace, tokens)
     return {"tokens": tokens, "share": share, "layers": layers, "replays": replays, "rows": rows}
 
 
-TRACED = ("nccl_floor", "direct_0.5_0.5", "direct_1.0_1.0", "parts_2s")
+TRACED = ("nccl_floor", "beside", "direct_1.0_1.0", "direct_0.25_0.25")
 
 
 def timelines(graphs: dict[str, torch.cuda.CUDAGraph], folder: Path, tokens: int) -> None:

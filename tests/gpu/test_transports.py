@@ -166,7 +166,7 @@ def block(workspace: Any, device: torch.device) -> None:
 
 def one_block(workspace: Any, device: torch.device, read: float, push: float) -> None:
     """gather_matmul -> matmul_scatter -> finish, against the same on whole rows."""
-    from plait.runtime.copy_engine import Lane
+    from plait.runtime.copy_engine import Lane, Pulled
     from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
 
     ranks, rank, rows, width, inner = workspace.ranks, workspace.rank, 52, WIDTHS[-1], 32
@@ -187,15 +187,15 @@ def one_block(workspace: Any, device: torch.device, read: float, push: float) ->
         ring.open(compute)
         ring.rows.buffer.local.copy_(x)
         residual.copy_(ring.rows.own)
-        events: Any = {}
+        pulled = Pulled({}, {})
         for turn in range(2):
-            gather_matmul(ring, ups[rank], hidden, compute, events, push if turn else 0.0)
-            events = matmul_scatter(ring, hidden, downs[rank], compute, read)
-            events = finish(ring, residual, scale, None, compute, events, eps=1e-5, kind="rms",
-                            read=read, push=push)
-        compute.after(*events.values())
+            gather_matmul(ring, ups[rank], hidden, compute, pulled, push if turn else 0.0)
+            pulled = matmul_scatter(ring, hidden, downs[rank], compute, read)
+            pulled = finish(ring, residual, scale, None, compute, pulled, eps=1e-5, kind="rms",
+                            read=read, push=push, by_flag=not turn)
+        compute.after(*pulled.events.values())
         result.copy_(ring.rows.buffer.local)
-        ring.close(events)
+        ring.close(pulled)
         compute.after(*(lane.mark() for lane in ring.lanes()))
 
     repeat(step, device, 50)

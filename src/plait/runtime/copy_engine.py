@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.runtime.symmetric import Channel, Rows
+from plait.runtime.symmetric import Channel, Rows, Signals
 
 Range = tuple[int, int]  # rows first to last, exclusive
 Events = dict[int, Any]  # rank -> torch.cuda.Event, or None where there are no streams
@@ -75,19 +75,47 @@ class Terms:
         return [self.slot(rank) for rank in range(len(self.partials.buffer.on))]
 
 
+@dataclass(frozen=True)
+class Pulled:
+    """What a pull is waited for by, for each rank whose rows it copies."""
+
+    events: Events
+    flags: dict[int, Tensor]  # filled as the rows land; each must be drained once. Or none: events
+
+    def wait(self, compute: Lane, near: Signals, rank: int) -> None:
+        if rank in self.flags:
+            near.drain([self.flags[rank]])
+        else:
+            compute.after(self.events.get(rank))
+
+
 def gather(
-    rows: Rows, ready: Channel, lane: Lane, part: Callable[[int], Range] | None = None
-) -> Events:
-    """Pull every other rank's rows, or the `part` of them that it names, into this rank's copy."""
+    rows: Rows,
+    ready: Channel,
+    lane: Lane,
+    part: Callable[[int], Range] | None = None,
+    landed: Tensor | None = None,
+) -> Pulled:
+    """Pull every other rank's rows, or the `part` of them that it names, into this rank's copy.
+
+    `landed`: local flags, one a rank. A kernel that drains one starts at once after the kernel before
+    it; one that waits for an event of another lane starts 5 us later in a graph.
+    """
 
     def copy(rank: int) -> tuple[Tensor, Tensor]:
         first, last = part(rank) if part else (rows.bounds[rank], rows.bounds[rank + 1])
         return rows.between(first, last), rows.between(first, last, on=rank)
 
-    return _pull(rows.others, ready, lane, copy)
+    return _pull(rows.others, ready, lane, copy, landed)
 
 
-def collect(terms: Terms, ready: Channel, lane: Lane, part: Range | None = None) -> Events:
+def collect(
+    terms: Terms,
+    ready: Channel,
+    lane: Lane,
+    part: Range | None = None,
+    landed: Tensor | None = None,
+) -> Pulled:
     """Pull every other rank's terms of this rank's rows, or of the `part` first to last of them."""
     partials = terms.partials
     begin, end = partials.bounds[partials.rank], partials.bounds[partials.rank + 1]
@@ -97,7 +125,7 @@ def collect(terms: Terms, ready: Channel, lane: Lane, part: Range | None = None)
         into = terms.slot(rank)[first - begin : last - begin]
         return into, partials.between(first, last, on=rank)
 
-    return _pull(partials.others, ready, lane, copy)
+    return _pull(partials.others, ready, lane, copy, landed)
 
 
 def _pull(
@@ -105,17 +133,22 @@ def _pull(
     ready: Channel,
     lane: Lane,
     copy: Callable[[int], tuple[Tensor, Tensor]],
-) -> Events:
+    landed: Tensor | None,
+) -> Pulled:
     """A copy of no rows has no signal either: its owner does not put."""
-    events: Events = {}
+    pulled = Pulled({}, {})
     with lane():
         for rank in ranks:
             into, source = copy(rank)
-            if into.shape[0]:
-                ready.wait([rank])
-                into.copy_(source, non_blocking=True)
-                events[rank] = lane.mark()
-    return events
+            if not into.shape[0]:
+                continue
+            ready.wait([rank])
+            into.copy_(source, non_blocking=True)
+            if landed is not None:
+                pulled.flags[rank] = landed[rank]
+                ready.signals.fill([landed[rank]])
+            pulled.events[rank] = lane.mark()
+    return pulled
 
 
 def all_gather(rows: Rows, ready: Channel, done: Channel) -> None:

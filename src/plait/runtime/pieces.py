@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from plait.runtime.copy_engine import Events, Lane, Range, Terms, collect, gather
+from plait.runtime.copy_engine import Lane, Pulled, Range, Terms, collect, gather
 from plait.runtime.symmetric import Channel, KernelSignals, Rows, Signals, Workspace, bytes_for
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Ring:
     readable: Channel  # the direct terms are written
     released: Channel  # the rows have been read for the last time; full at the start
     arrivals: Tensor
+    landed: Tensor  # local flags [rows or terms, rank]
     near: Signals  # for the compute lane, where nothing hides a signal
     pulls: Lane
     puts: Lane
@@ -59,8 +61,9 @@ class Ring:
         near = KernelSignals() if device.type == "cuda" else workspace.signals
         return cls(
             rows, terms, workspace.channel(), workspace.channel(), workspace.channel(),
-            workspace.channel(), workspace.channel(full=True), workspace.arrivals(), near,
-            Lane.beside(device), Lane.beside(device),
+            workspace.channel(), workspace.channel(full=True), workspace.local_flags(),
+            workspace.local_flags(2, workspace.ranks), near, Lane.beside(device),
+            Lane.beside(device),
         )
 
     @staticmethod
@@ -87,9 +90,9 @@ class Ring:
         with compute():
             self.released.wait()
 
-    def close(self, events: Events) -> None:
+    def close(self, last: Pulled) -> None:
         """After the last gather of a step."""
-        self.pulls.after(*events.values())
+        self.pulls.after(*last.events.values())
         with self.pulls():
             self.released.put()
 
@@ -99,17 +102,21 @@ class Ring:
         with self.puts():
             channel.put(ranks)
 
-    def gather(self, direct: float = 0.0) -> Events:
-        return gather(self.rows, self.gathered, self.pulls, lambda owner: self.copied(owner, direct))
+    def gather(self, direct: float = 0.0, *, by_flag: bool = True) -> Pulled:
+        landed = self.landed[0] if by_flag else None
+        part = partial(self.copied, share=direct)
+        return gather(self.rows, self.gathered, self.pulls, part, landed)
 
-    def collect(self, direct: float = 0.0) -> Events:
-        return collect(self.terms, self.collected, self.pulls, self.copied(self.rows.rank, direct))
+    def collect(self, direct: float = 0.0, *, by_flag: bool = True) -> Pulled:
+        landed = self.landed[1] if by_flag else None
+        part = self.copied(self.rows.rank, direct)
+        return collect(self.terms, self.collected, self.pulls, part, landed)
 
 
 def gather_matmul(
-    ring: Ring, weight: Tensor, out: Tensor, compute: Lane, events: Events, direct: float = 0.0
+    ring: Ring, weight: Tensor, out: Tensor, compute: Lane, pulled: Pulled, direct: float = 0.0
 ) -> None:
-    """out = rows @ weight.T in pieces; `events` are those of `ring.gather(direct)`."""
+    """out = rows @ weight.T in pieces; `pulled` is that of `ring.gather(direct)`."""
     rows = ring.rows
     here = [(rows.bounds[rows.rank], rows.bounds[rows.rank + 1])]
     for first, last in merged(here + [ring.direct(rank, direct) for rank in rows.others]):
@@ -117,13 +124,19 @@ def gather_matmul(
     for rank in rows.others:
         first, last = ring.copied(rank, direct)
         if first < last:
-            compute.after(events.get(rank))
+            pulled.wait(compute, ring.near, rank)
             torch.mm(rows.between(first, last), weight.t(), out=out[first:last])
 
 
 def matmul_scatter(
-    ring: Ring, x: Tensor, weight: Tensor, compute: Lane, direct: float = 0.0
-) -> Events:
+    ring: Ring,
+    x: Tensor,
+    weight: Tensor,
+    compute: Lane,
+    direct: float = 0.0,
+    *,
+    by_flag: bool = True,
+) -> Pulled:
     """terms = x @ weight.T in pieces, each told to the owner of its rows; pulls the own rows' terms."""
     partials = ring.terms.partials
     for rank in partials.others:
@@ -134,7 +147,7 @@ def matmul_scatter(
     own = [(partials.bounds[partials.rank], partials.bounds[partials.rank + 1])]
     for first, last in merged(own + [ring.direct(rank, direct) for rank in partials.others]):
         torch.mm(x[first:last], weight.t(), out=partials.between(first, last))
-    return ring.collect(direct)
+    return ring.collect(direct, by_flag=by_flag)
 
 
 def finish(
@@ -143,23 +156,21 @@ def finish(
     weight: Tensor,
     bias: Tensor | None,
     compute: Lane,
-    events: Events,
+    pulled: Pulled,
     *,
     eps: float,
     kind: Kind,
     read: float = 0.0,
     push: float = 0.0,
-) -> Events:
+    by_flag: bool = True,
+) -> Pulled:
     """Sum the terms, add to `residual` in place, norm into the own rows, hand them on.
 
-    `read`: the direct share of the scatter before; `push`: that of the gather that follows, whose
-    events are returned.
+    `read`: the direct share of the scatter before; `push`: that of the gather that follows, which is
+    returned and waited for `by_flag` or by event.
     """
-    from plait.runtime.kernels.norm import Reach, sum_norm
+    from plait.runtime.kernels.norm import Handshake, Reach, sum_norm
 
-    compute.after(*events.values())
-    if read:
-        ring.near.meet(ring.readable.outgoing(), ring.readable.incoming())
     rows, partials, me = ring.rows, ring.terms.partials, ring.rows.rank
     begin, everyone = rows.bounds[me], range(len(rows.buffer.on))
 
@@ -167,18 +178,26 @@ def finish(
         first, last = ring.direct(me, share)
         return Reach(tensors, first - begin, last - begin) if share else None
 
+    if not pulled.flags:
+        compute.after(*pulled.events.values())
+    copies = ring.gathered.outgoing() if push < 1 else []
+    shake = Handshake(
+        ring.arrivals,
+        enter_fills=ring.readable.outgoing() if read else [],
+        enter_drains=[*pulled.flags.values(), *(ring.readable.incoming() if read else [])],
+        leave_fills=[*copies, *ring.pushed.outgoing()] if push else [],
+        leave_drains=ring.pushed.incoming() if push else [],
+    )
+    shaken = read or push or pulled.flags
     sum_norm(
         ring.terms.sources(), residual, weight, bias, eps=eps, kind=kind,
-        residual_out=residual, rows_out=rows.own,
+        residual_out=residual, rows_out=rows.own, shake=shake if shaken else None,
         far=reach([partials.of(me, on=rank) for rank in everyone], read),
         push=reach([rows.of(me, on=rank) for rank in rows.others], push),
     )
-    if push:
-        copies = ring.gathered.outgoing() if push < 1 else []
-        ring.near.meet([*copies, *ring.pushed.outgoing()], ring.pushed.incoming())
-    else:
+    if not push:
         ring.put(compute, ring.gathered)
-    return ring.gather(push)
+    return ring.gather(push, by_flag=by_flag)
 
 
 def merged(ranges: list[Range]) -> list[Range]:

@@ -85,8 +85,6 @@ class Signals(Protocol):
 
     def fill(self, flags: Sequence[Tensor]) -> None: ...
     def drain(self, flags: Sequence[Tensor]) -> None: ...
-    def meet(self, fills: Sequence[Tensor], drains: Sequence[Tensor]) -> None:
-        """Fill `fills`, then drain `drains`, in one launch."""
 
 
 @dataclass(frozen=True)
@@ -179,11 +177,11 @@ class Workspace:
         flags = self.buffer((self.ranks, ALIGN // 4), torch.int32, fill=int(full))
         return Channel(flags, signals or self.signals)
 
-    def arrivals(self) -> Tensor:
-        """A counter for kernels whose last program publishes."""
-        counter = torch.zeros(1, dtype=torch.int32, device=self.arenas[self.rank].device)
-        self.on_reset(counter.zero_)
-        return counter
+    def local_flags(self, *shape: int) -> Tensor:
+        """Counters and flags of this rank alone, 64 bytes each; empty after `ready`."""
+        words = torch.zeros(*shape, 16, dtype=torch.int32, device=self.arenas[self.rank].device)
+        self.on_reset(words.zero_)
+        return words[..., :1]
 
     def on_reset(self, action: Callable[[], Any]) -> None:
         self._resets.append(action)
@@ -215,11 +213,6 @@ class KernelSignals:
 
         drain_kernel[(1,)](tuple(flags), num_warps=1)
 
-    def meet(self, fills: Sequence[Tensor], drains: Sequence[Tensor]) -> None:
-        from plait.runtime.kernels.signals import meet_kernel
-
-        meet_kernel[(1,)](tuple(fills), tuple(drains), num_warps=1)
-
 
 class StreamSignals:
     """The stream's own memory operations: one node in a graph, no kernel.
@@ -228,18 +221,15 @@ class StreamSignals:
     """
 
     def fill(self, flags: Sequence[Tensor]) -> None:
-        self.meet(flags, ())
+        from plait.runtime.memops import batch, write
+
+        batch([write(flag.data_ptr(), 1) for flag in flags])
 
     def drain(self, flags: Sequence[Tensor]) -> None:
-        self.meet((), flags)
-
-    def meet(self, fills: Sequence[Tensor], drains: Sequence[Tensor]) -> None:
         from plait.runtime.memops import batch, wait_equal, write
 
-        operations = [write(flag.data_ptr(), 1) for flag in fills]
-        for flag in drains:
-            operations += [wait_equal(flag.data_ptr(), 1), write(flag.data_ptr(), 0)]
-        batch(operations)
+        pairs = ((wait_equal(flag.data_ptr(), 1), write(flag.data_ptr(), 0)) for flag in flags)
+        batch([operation for pair in pairs for operation in pair])
 
 
 class HostSignals:
@@ -257,10 +247,6 @@ class HostSignals:
         for flag in flags:
             self._until(flag, 1)
             flag.fill_(0)
-
-    def meet(self, fills: Sequence[Tensor], drains: Sequence[Tensor]) -> None:
-        self.fill(fills)
-        self.drain(drains)
 
     def _until(self, flag: Tensor, value: int) -> None:
         limit = time.monotonic() + self.timeout

@@ -5,8 +5,8 @@
     rows     = norm(residual) * weight (+ bias)    statistics in fp32
 
 One program owns one row, so the bits of a row depend neither on the other rows nor on the number of
-chunks. With one source it is a plain residual and norm. `rows` may lie in symmetric memory; then
-`flags` tells the readers that all rows are there, without a launch of its own.
+chunks. With one source it is a plain residual and norm. `rows` may lie in symmetric memory; a
+`Handshake` waits for the terms and tells the readers of the rows, without launches of their own.
 
 Terms may lie on other ranks (`far`) and rows be stored there (`push`): then the kernel is the transfer
 too, as long as the link takes, but without the latencies of a copy and its signals.
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plait.runtime.kernels.signals import fill_when_last
+from plait.runtime.kernels.signals import enter, leave
 
 Kind = Literal["none", "rms", "rms_rounded", "layer"]
 """`rms_rounded` rounds the normalised row to the dtype before it is scaled by the weight."""
@@ -73,9 +73,9 @@ def sum_row(sources, start, cols, keep):
 
 @triton.jit(do_not_specialize=["far_first", "far_last", "push_first", "push_last"])
 def sum_norm_kernel(
-    sources, far, residual, weight, bias, residual_out, rows_out, pushed, arrivals, flags,
-    far_first, far_last, push_first, push_last, width, eps,
-    BLOCK: tl.constexpr, KIND: tl.constexpr,
+    sources, far, residual, weight, bias, residual_out, rows_out, pushed,
+    arrivals, enter_fills, enter_drains, leave_fills, leave_drains,
+    far_first, far_last, push_first, push_last, width, eps, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):
     cols = tl.arange(0, BLOCK)
     keep = cols < width
@@ -85,6 +85,8 @@ def sum_norm_kernel(
     old = load_row(residual + start, cols, keep) if residual is not None else None
     scale = load_row(weight, cols, keep) if weight is not None else None
     shift = load_row(bias, cols, keep) if bias is not None else 0.0
+    if arrivals is not None:
+        enter(enter_fills, enter_drains)
     if far is None:
         total = sum_row(sources, start, cols, keep)
     else:
@@ -101,8 +103,8 @@ def sum_norm_kernel(
         if (row >= push_first) & (row < push_last):
             for i in tl.static_range(len(pushed)):
                 tl.store(pushed[i] + start + cols, out, mask=keep)
-    if flags is not None:
-        fill_when_last(arrivals, flags)
+    if arrivals is not None:
+        leave(arrivals, enter_drains, leave_fills, leave_drains)
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,21 @@ class Reach:
     tensors: Sequence[Tensor]  # as `sources`, or the other ranks' copies of `rows_out`
     first: int
     last: int
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """Flags that the kernel itself fills and drains, before the first row and after the last."""
+
+    arrivals: Tensor  # int32, 0 between launches
+    enter_fills: Sequence[Tensor] = ()
+    enter_drains: Sequence[Tensor] = ()
+    leave_fills: Sequence[Tensor] = ()
+    leave_drains: Sequence[Tensor] = ()
+
+    def arguments(self) -> tuple[tuple[Tensor, ...] | None, ...]:
+        flags = (self.enter_fills, self.enter_drains, self.leave_fills, self.leave_drains)
+        return tuple(tuple(group) or None for group in flags)
 
 
 def sum_norm(
@@ -126,22 +143,22 @@ def sum_norm(
     rows_out: Tensor,
     far: Reach | None = None,
     push: Reach | None = None,
-    publish: tuple[Tensor, Sequence[Tensor]] | None = None,
+    shake: Handshake | None = None,
 ) -> None:
     """Sum `sources` [rows, d] in order, add `residual`, norm into `rows_out`.
 
     `residual_out` may be `residual`. `far`: rows whose terms are read from there instead; `push`:
-    rows that are stored there too. `publish`: the grid's arrival counter and the flags to fill.
+    rows that are stored there too.
     """
     rows, width = rows_out.shape
     if not rows:
         return
     assert all(t.is_contiguous() for t in (*sources, rows_out)), "rows must be contiguous"
-    arrivals, flags = publish if publish is not None else (None, None)
     block = triton.next_power_of_2(width)
     sum_norm_kernel[(rows,)](
         tuple(sources), tuple(far.tensors) if far else None, residual, weight, bias, residual_out,
-        rows_out, tuple(push.tensors) if push else None, arrivals, tuple(flags) if flags else None,
+        rows_out, tuple(push.tensors) if push else None, shake.arrivals if shake else None,
+        *(shake.arguments() if shake else (None,) * 4),
         far.first if far else 0, far.last if far else 0,
         push.first if push else 0, push.last if push else 0, width, eps,
         BLOCK=block, KIND=kind, num_warps=warps(block),

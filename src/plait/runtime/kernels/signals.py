@@ -27,16 +27,38 @@ def drain(flag):
 
 
 @triton.jit
-def fill_when_last(arrivals, flags):
-    """The last program of the grid to come here fills `flags`; what all of them wrote is released.
+def enter(fills, drains):
+    """Program 0 fills `fills`; all programs go on when `drains` are full (`leave` empties them)."""
+    if fills is not None:
+        if tl.program_id(0) == 0:
+            for i in tl.static_range(len(fills)):
+                fill(fills[i])
+    if drains is not None:
+        for i in tl.static_range(len(drains)):
+            while tl.atomic_add(drains[i], 0, sem="acquire", scope="sys") != 1:
+                pass
+        tl.debug_barrier()
 
-    `arrivals` is an int32 on this device, 0 before the launch and 0 after it.
+
+@triton.jit
+def leave(arrivals, entered, fills, drains):
+    """The last program of the grid to come here empties `entered`, fills `fills`, drains `drains`.
+
+    What all programs wrote is released. `arrivals` is an int32 on this device, 0 before the launch
+    and 0 after it.
     """
     tl.debug_barrier()
     if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(arrivals, 0)
-        for i in tl.static_range(len(flags)):
-            fill(flags[i])
+        if entered is not None:
+            for i in tl.static_range(len(entered)):
+                tl.store(entered[i], 0)
+        if fills is not None:
+            for i in tl.static_range(len(fills)):
+                fill(fills[i])
+        if drains is not None:
+            for i in tl.static_range(len(drains)):
+                drain(drains[i])
 
 
 @triton.jit
@@ -60,11 +82,3 @@ def fill_kernel(flags):
 def drain_kernel(flags):
     for i in tl.static_range(len(flags)):
         drain(flags[i])
-
-
-@triton.jit
-def meet_kernel(fills, drains):
-    for i in tl.static_range(len(fills)):
-        fill(fills[i])
-    for i in tl.static_range(len(drains)):
-        drain(drains[i])
