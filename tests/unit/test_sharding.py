@@ -1,0 +1,120 @@
+"""The sharding program: the optimum of small graphs by brute force, and tying against none."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.capture import capture
+from plait.plan.prices import CostPrices, Rates
+from plait.plan.problem import Choice, Key, Problem, build
+from plait.plan.sharding import Prices, solve
+from plait.rules.aten import table
+from plait.rules.describe import describe
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10, bias=False), nn.Linear(10, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+class Dice:
+    """Prices drawn at random, the same for the same question."""
+
+    def __init__(self, seed: int):
+        self._random, self._known = random.Random(seed), dict[object, float]()
+        self._legal = CostPrices(Rates(1.0, 1.0), lambda kind, nbytes: 0.0, 2)
+
+    def node(self, choice: Choice, index: int) -> float:
+        return self._draw((choice.node.name, index))
+
+    def conversion(self, choice: Choice, a: Key, b: Key) -> float | None:
+        if self._legal.conversion(choice, a, b) is None:
+            return None
+        return self._draw((choice.node.name, choice.index, a, b))
+
+    def _draw(self, what: object) -> float:
+        return self._known.setdefault(what, self._random.random())
+
+
+def problem(model: nn.Module, x: Tensor, training: bool = False, n: int = 2) -> Problem:
+    program = capture(model.eval(), (x,), training=training)
+    return build(program, describe(program, table()), n)
+
+
+def cost(p: Problem, prices: Prices, chosen: dict[object, int]) -> float:
+    """What a choice of strategies costs: nodes, and each conversion of a value once."""
+    total = sum(prices.node(c, chosen[node]) for node, c in p.choices.items())
+    paid: dict[object, float] = {}
+    for e in p.edges:
+        a, b = e.have[chosen[e.producer]], e.need[chosen[e.consumer]]
+        if a != b:
+            price = prices.conversion(p.choices[e.producer].for_result(e.result), a, b)
+            if price is None:
+                return float("inf")
+            paid[e.producer, e.result, a, b] = price
+    return total + sum(paid.values())
+
+
+def brute(p: Problem, prices: Prices) -> float:
+    nodes = list(p.choices)
+    counts = [range(len(p.choices[n].strategies)) for n in nodes]
+    return min(
+        cost(p, prices, dict(zip(nodes, pick, strict=True))) for pick in itertools.product(*counts)
+    )
+
+
+@pytest.mark.parametrize("model", [Chain, Fork])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_choice_is_cheaper_than_the_programs(model: type[nn.Module], seed: int) -> None:
+    p, prices = problem(model(), torch.randn(2, 6)), Dice(seed)
+    found = solve(p, prices, tie=False)
+    index = {n: p.choices[n].strategies.index(s) for n, s in found.strategies.items()}
+    assert found.seconds == pytest.approx(brute(p, prices), rel=1e-6)
+    assert cost(p, prices, index) == pytest.approx(found.seconds, rel=1e-6)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Chain() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_that_share_their_variables_lose_nothing(training: bool) -> None:
+    p = problem(Blocks(), torch.randn(4, 6), training)
+    prices = CostPrices.of(p, Rates(1e9, 1e9, 1e-7), lambda kind, nbytes: 1e-6 + nbytes / 1e8)
+    tied, untied = solve(p, prices), solve(p, prices, tie=False)
+    assert tied.classes < untied.classes
+    assert tied.seconds == pytest.approx(untied.seconds, rel=1e-6)
+
+
+def test_a_block_is_split_column_then_row_with_one_reduction() -> None:
+    p = problem(Chain(), torch.randn(64, 6))
+    prices = CostPrices.of(p, Rates(1e6, 1e6, 1e-9), lambda kind, nbytes: 1e-6 + nbytes / 1e9)
+    chosen = {n.name: s.label for n, s in solve(p, prices).strategies.items()}
+    splits = {chosen[f"p_{name}_weight"] for name in ("up", "down")}
+    assert len(splits) == 1
+    assert splits.pop().startswith("split(")
