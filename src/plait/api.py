@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from plait.capture import capture
 from plait.cluster import Cluster
 from plait.mesh import Mesh, refuse_what_is_coming
-from plait.plan import planner
+from plait.plan import overlaps, planner
 from plait.plan.plan import Plan, program_digest
 from plait.plan.planner import Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
 from plait.runtime.compiled import Compiled, Holdings, part_of
-from plait.runtime.executor import Executable, executable
+from plait.runtime.executor import Executable, executable, layouts
 from plait.runtime.processes import world
+from plait.runtime.staging import Staging
 from plait.runtime.transport import Transport
 from plait.runtime.weights import locate, open_source
 
@@ -57,35 +58,30 @@ def compile(
     rank: CaptureError (the model cannot be captured), MeshError (tp, pp, dp do not fit the ranks),
     WeightError (weights missing, extra or mis-shaped), InputError (ranks pass different inputs).
     """
-    refuse_what_is_coming(
-        pp=pp,
-        dp=dp,
-        overlap=overlap,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        outputs=outputs,
-    )
+    refuse_what_is_coming(dp=dp)
+    overlaps.check(overlap)
     if group is None:
         group, _ = world()
     mesh = Mesh.of(tp, pp, dp, dist.get_world_size(group) if group is not None else 1)
+    staging = Staging.of(mesh, Cluster.of(cluster), group, micro_batches, schedule, outputs)
     place = _device(model, device, group)
     source = _Source(_retyped(model, dtype), args, kwargs, dynamic, training)
     job = _Job(
         source=source,
         options=planner.Options(
-            mesh.tp, _cluster(cluster, mesh), algorithm, objective, deterministic
+            mesh.tp, _cluster(cluster, mesh), algorithm, objective, deterministic, overlap
         ),
-        transport=Transport(group, dist.get_rank(group) if group is not None else 0, mesh.tp),
+        transport=staging.transport if staging is not None else Transport.of(group),
         agreement=Agreement(group, place),
         device=place,
         saved=plan,
+        staging=staging,
     )
     with job.agreement.step("compile"):
         program = source.capture(model.training)
-    planned = job.plan(program)
-    first = executable(planned, job.transport, place)
+    first = job.build(program)
     with job.agreement.step("load"):
-        holdings = _load(model, planned, first, job, weights, dtype)
+        holdings = _load(model, program, first, job, weights, dtype)
     names = list(model.state_dict(keep_vars=True))
     return Compiled(
         first, holdings, job.transport, job.agreement, job.again(first), names, model.training
@@ -106,13 +102,15 @@ def plan(
     algorithm: str | Mapping[str, str] = "auto",
     objective: str = "latency",
     deterministic: bool = False,
+    overlap: str | int = "auto",
 ) -> Plan:
     """The plan for a described machine: no processes, no devices; the model may be on meta."""
     refuse_what_is_coming(pp=pp, dp=dp)
+    overlaps.check(overlap)
     machine = Cluster.of(cluster)
     mesh = Mesh.of(tp, pp, dp, machine.size)
     options = planner.Options(
-        mesh.tp, machine.subset(range(mesh.tp)), algorithm, objective, deterministic
+        mesh.tp, machine.subset(range(mesh.tp)), algorithm, objective, deterministic, overlap
     )
     return planner.make(
         _Source(model, args, kwargs, dynamic, training).capture(model.training), options
@@ -153,6 +151,14 @@ class _Job:
     agreement: Agreement
     device: torch.device
     saved: Plan | None = None
+    staging: Staging | None = None  # of a pipeline
+
+    def build(self, program: Program, first: Any = None) -> Any:
+        """What runs the program on this rank; `first` holds the weights that it must take."""
+        if self.staging is not None:
+            return self.staging.build(program, self.options, self.agreement, self.device, self.saved, first)
+        fixed = None if first is None else layouts(first.local)
+        return executable(self.plan(program, fixed), self.transport, self.device)
 
     def plan(self, program: Program, fixed: Mapping[str, str] | None = None) -> Planned:
         """Rank 0's plan on every rank; all ranks must have captured the same program."""
@@ -170,33 +176,33 @@ class _Job:
 
     def again(self, first: Executable) -> Any:
         """Programs for other forms of call, with the weights as they are loaded."""
-        fixed = {s.weight.node: str(s.layout.split or "whole") for s in first.local.shares}
-
         def recompile(args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
             source = replace(self.source, args=args, kwargs=kwargs)
             with self.agreement.step("compile"):
                 program = source.capture(mode)
-            return executable(self.plan(program, fixed), self.transport, self.device)
+            return self.build(program, first)
 
         return recompile
 
 
 def _load(
-    model: nn.Module, planned: Planned, first: Executable, job: _Job, weights: Any, dtype: Any
+    model: nn.Module, program: Program, first: Any, job: _Job, weights: Any, dtype: Any
 ) -> Holdings:
-    program = planned.program
     source = open_source(weights) if weights is not None else None
     loading = locate(program.weights, model=model, source=source, unused=program.unused)
     shares = {s.weight.name: s for s in first.local.shares}
     unused = {w.name: w for w in program.unused}
     parts = {n: part_of(s.weight, s.cut, job.transport.rank) for n, s in shares.items()}
     parts |= {n: part_of(w, None, job.transport.rank) for n, w in unused.items()}
+    places = job.staging.places(first, job.device) if job.staging is not None else None
+    if places is not None:
+        parts = {n: part for n, part in parts.items() if places.holds(n)}
     tensors: dict[str, Tensor] = loading.load(parts, device=job.device, dtype=dtype)
     for weight in (*program.weights, *program.unused):
-        if weight.kind == "parameter":
+        if weight.kind == "parameter" and weight.name in tensors:
             value = tensors[weight.name]
             tensors[weight.name] = nn.Parameter(value, requires_grad=weight.requires_grad)
-    return Holdings(shares, tensors, unused)
+    return Holdings(shares, tensors, unused, places)
 
 
 def _retyped(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -50,7 +50,6 @@ def refuse_what_is_coming(**options: Any) -> None:
 _COMING: dict[str, tuple[tuple[Any, ...], str]] = {
     "pp": (("auto", 1), "pipeline parallelism"),
     "dp": ((1,), "data parallelism"),
-    "overlap": (("auto", "off"), "overlap in chunks"),
     "micro_batches": (("auto", 1), "a pipeline's micro-batches"),
     "schedule": (("auto",), "a pipeline's schedule"),
     "outputs": (("all", "last"), "outputs on the last stage alone"),

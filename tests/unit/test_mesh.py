@@ -23,7 +23,7 @@ def test_what_does_not_fit_is_told_what_does(tp: int, words: str) -> None:
 
 
 def test_all_that_is_still_to_come_is_named_at_once() -> None:
-    refuse_what_is_coming(pp=1, dp=1, overlap="off", micro_batches=1)
-    with pytest.raises(NotYetError, match="overlap=4: .* is still to come") as caught:
-        refuse_what_is_coming(overlap=4, micro_batches=8)
+    refuse_what_is_coming(pp=1, dp=1, micro_batches=1)
+    with pytest.raises(NotYetError, match="schedule='1f1b': .* is still to come") as caught:
+        refuse_what_is_coming(schedule="1f1b", micro_batches=8)
     assert "micro_batches=8" in str(caught.value)

@@ -43,6 +43,56 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Overlapped:
+    """A region of operators around collectives, and how it is cut in time (passes/overlap).
+
+    `form` is whole where it is not, for the `reason`. Seconds are predicted, of the region alone:
+    as it runs, in one piece, and those in which compute stands still.
+    """
+
+    region: str
+    form: str
+    sites: tuple[str, ...]
+    nodes: int
+    seconds: float
+    whole: float
+    exposed: float
+    reason: str = ""
+
+    def __str__(self) -> str:
+        why = f"; {self.reason}" if self.reason else ""
+        return (
+            f"{self.region}: {self.form}, {self.nodes} operators, {self.seconds * 1e6:.1f} us of "
+            f"{self.whole * 1e6:.1f} us, exposed {self.exposed * 1e6:.1f} us{why}"
+        )
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A pipeline: micro-batches, cuts and schedule (plan/staged.py).
+
+    The plan's own strategies are those of the first micro-batch, `strategies` those of further
+    sizes. Seconds are of one micro-batch, forward and backward, in every stage.
+    """
+
+    program: str  # digest of the whole batch's program
+    rows: tuple[int, ...]  # of every micro-batch; () for one
+    factor: str
+    firsts: tuple[str, ...]  # the first operator of every stage but the first
+    light: tuple[str, ...]  # operators that every stage repeats
+    schedule: str
+    seconds: tuple[float, ...]
+    best: float  # the least time of the slowest stage that any cut reaches
+    crossing: tuple[float, ...]  # bytes over every cut
+    bubble: float
+    strategies: tuple[Mapping[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Staged:
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+@dataclass(frozen=True)
 class Plan:
     """`weights`: layout of each weight; `whole`: operators that run whole, with the reason."""
 
@@ -63,6 +113,9 @@ class Plan:
     seconds: float = 0.0  # one call, predicted
     seconds_alone: float = 0.0  # the same on one device, predicted
     notes: tuple[str, ...] = ()
+    overlap: str = "off"  # as it was asked for
+    overlaps: tuple[Overlapped, ...] = ()
+    staged: Staged | None = None  # of a pipeline
 
     @property
     def digest(self) -> str:
@@ -82,6 +135,11 @@ class Plan:
             raise PlanError(f"the plan is of version {version}; this plait reads {VERSION}")
         try:
             data["collectives"] = tuple(Placed(**p) for p in data["collectives"])
+            data["overlaps"] = tuple(
+                Overlapped(**o | {"sites": tuple(o["sites"])}) for o in data.get("overlaps", ())
+            )
+            if data.get("staged") is not None:
+                data["staged"] = Staged.of(data["staged"])
             data["bytes_per_rank"] = tuple(data["bytes_per_rank"])
             data["notes"] = tuple(data["notes"])
             return cls(**data)

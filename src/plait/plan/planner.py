@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -14,7 +14,12 @@ from torch import fx
 from plait.cluster import Cluster
 from plait.cost.comm import choose
 from plait.errors import PlanError
+from plait.passes.overlap.chunks import Form
+from plait.passes.overlap.flow import Flow
+from plait.passes.overlap.regions import Region
+from plait.passes.overlap.weave import weave
 from plait.passes.partition import Local, Site, partition
+from plait.plan import overlaps
 from plait.plan.plan import Placed, Plan, program_digest
 from plait.plan.prices import CostPrices, Rates
 from plait.plan.problem import Problem, build, differentiable
@@ -37,6 +42,7 @@ class Options:
     algorithm: str | Mapping[str, str] = "auto"
     objective: str = "latency"
     deterministic: bool = False
+    overlap: str | int = "auto"
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,14 @@ class Planned:
     description: Description
     strategies: dict[fx.Node, Strategy]
     grads: set[fx.Node]
+    chosen: Mapping[Region, Form] = field(default_factory=dict)  # regions that are cut in time
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(self.program, self.description, self.strategies, self.grads)
 
     def local(self, rank: int) -> Local:
-        return partition(self.program, self.description, self.strategies, self.grads, rank)
+        return weave(self.flow, self.chosen, rank)
 
 
 def make(program: Program, options: Options, fixed: Mapping[str, str] | None = None) -> Planned:
@@ -81,7 +92,8 @@ def replay(program: Program, plan: Plan, options: Options) -> Planned:
             raise PlanError(f"{node.name} has no strategy {label}; it has {', '.join(by_label)}")
         strategies[node] = by_label[label]
     grads = differentiable(program, description)
-    return Planned(plan, program, description, strategies, grads)
+    flow = Flow(program, description, strategies, grads)
+    return Planned(plan, program, description, strategies, grads, overlaps.again(flow, plan))
 
 
 def rates(cluster: Cluster, program: Program) -> Rates:
@@ -156,6 +168,10 @@ def _planned(
         for node, choice in problem.choices.items()
         if not choice.weight
     )
+    flow = Flow(program, description, strategies, grads)
+    machine = overlaps.machine(options.cluster, options.tp, prices.collective)
+    chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
+    saved = sum(o.whole - o.seconds for o in listed)
     alone = sum(prices.node(c, 0) for c in problem.choices.values() if not c.weight)
     splits = {s.split.name: str(s.split) for s in strategies.values() if s.split is not None}
     plan = Plan(
@@ -175,11 +191,13 @@ def _planned(
         whole={n.name: a.reason for n, a in description.accesses.items() if a.reason},
         bytes_per_rank=tuple(_stored(first, r) for r in range(options.tp)),
         bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
-        seconds=work + sum(p.seconds for p in placed),
+        seconds=work + sum(p.seconds for p in placed) - saved,
         seconds_alone=alone,
         notes=program.notes,
+        overlap=str(options.overlap),
+        overlaps=listed,
     )
-    return Planned(plan, program, description, strategies, grads)
+    return Planned(plan, program, description, strategies, grads, chosen)
 
 
 def _place(site: Site, options: Options) -> list[Placed]:

@@ -43,8 +43,25 @@ def _collectives(plan: Plan) -> list[str]:
     summary = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
     lines = [f"collectives: {summary}"]
     for _, group in groupby(plan.collectives, key=lambda p: (p.module, p.source)):
-        lines += [f"  {p}; not overlapped" for p in group]
+        lines += [f"  {p}; {_beside(plan, p)}" for p in group]
     return lines
+
+
+def _beside(plan: Plan, placed: Placed) -> str:
+    """What a collective runs beside, or why beside nothing."""
+    site = placed.name.removesuffix(".backward")
+    found = [o for o in plan.overlaps if site in o.sites]
+    cut = next((o for o in found if o.form != "whole"), None)
+    if cut is not None:
+        return (
+            f"overlapped with {cut.region} in {cut.form}, {cut.nodes} operators, predicted exposed "
+            f"{_time(cut.exposed)} of the region's {_time(cut.seconds)}"
+        ) + (f" ({cut.reason})" if cut.reason else "")
+    if found:
+        best = min(found, key=lambda o: o.seconds)
+        return f"not overlapped: {best.reason}"
+    off = plan.overlap in ("off", "1")
+    return "not overlapped: " + ("overlap is off" if off else "nothing around it runs in chunks")
 
 
 def _whole(plan: Plan) -> list[str]:

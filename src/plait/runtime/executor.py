@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 
 from plait.passes.partition import Local
 from plait.plan.planner import Planned
+from plait.program import Program
 from plait.runtime.graphs import Replay
+from plait.runtime.streams import Beside, halves
 from plait.runtime.transport import MoveModule, Transport
 
 
@@ -56,7 +58,7 @@ class Executable:
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         return len(leaves) == len(self.patterns) and all(
-            p.matches(x) if isinstance(p, Pattern) else _same(p, x)
+            p.matches(x) if isinstance(p, Pattern) else same(p, x)
             for p, x in zip(self.patterns, leaves, strict=True)
         )
 
@@ -79,7 +81,7 @@ class Pattern:
         )
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
@@ -88,13 +90,17 @@ def executable(planned: Planned, transport: Transport, device: torch.device) -> 
     local = planned.local(transport.rank)
     algorithms = {p.name: p.algorithm for p in planned.plan.collectives}
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
+    beside = Beside.of(transport, device) if any(s.of for s in local.sites.values()) else None
     for name, site in local.sites.items():
-        forward = algorithms.get(name, "native")
-        backward = algorithms.get(f"{name}.backward", "native")
-        root[name] = MoveModule(site, transport, forward, backward)
-    _place(local.graph, device)
+        forward = algorithms.get(site.of or name, "native")
+        backward = algorithms.get(f"{site.of or name}.backward", "native")
+        if site.of and beside is not None:
+            root |= halves(site, beside, forward, backward)
+        else:
+            root[name] = MoveModule(site, beside or transport, forward, backward)
+    place(local.graph, device)
     module = fx.GraphModule(root, local.graph)
-    patterns = _patterns(planned)
+    patterns = patterns_of(planned.program)
     inputs = sum(i.node is not None for i in planned.program.inputs)
     fixed = all(isinstance(s, int) for p in patterns if isinstance(p, Pattern) for s in p.shape)
     graphed = device.type == "cuda" and fixed and not local.seeded and not planned.program.mutations
@@ -102,15 +108,14 @@ def executable(planned: Planned, transport: Transport, device: torch.device) -> 
     return Executable(planned, local, module, patterns, device, replay)
 
 
-def _place(graph: fx.Graph, device: torch.device) -> None:
+def place(graph: fx.Graph, device: torch.device) -> None:
     """Factories make their tensors on the rank's device, wherever the model was captured."""
     for node in graph.nodes:
         if node.op == "call_function" and "device" in node.kwargs:
             node.update_kwarg("device", device)
 
 
-def _patterns(planned: Planned) -> tuple[Any, ...]:
-    program = planned.program
+def patterns_of(program: Program) -> tuple[Any, ...]:
     values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
     out: list[Any] = []
     for entry in program.inputs:
@@ -121,3 +126,8 @@ def _patterns(planned: Planned) -> tuple[Any, ...]:
             shape = tuple(s if isinstance(s, int) else None for s in fake.shape)
             out.append(Pattern(shape, fake.dtype))
     return tuple(out)
+
+
+def layouts(local: Local) -> dict[str, str]:
+    """How every weight is held, by node: what another form of call must take as it is."""
+    return {s.weight.node: str(s.layout.split or "whole") for s in local.shares}

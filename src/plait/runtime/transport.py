@@ -31,6 +31,12 @@ class Transport:
     rank: int
     size: int
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Transport:
+        if group is None:
+            return cls(None, 0, 1)
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         """One step on this rank; all ranks of the group run the same steps in the same order."""
         if step.collective is None:

@@ -16,11 +16,12 @@ communicate, is a region. No operator or model is known here by name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, fx
 
+from plait.errors import PlanError
 from plait.passes.overlap.chunks import Chunks, Form, cut
 from plait.passes.overlap.flow import Edge, Flow
 from plait.rules.describe import Access
@@ -62,6 +63,15 @@ class Region:
         found = [f for f in dict.fromkeys(found) if f.count > 1]
         return found + ([Form("blocks", self.n)] if self.rotates else [])
 
+    def form(self, wanted: Form) -> Form:
+        """`wanted` as it is here: blocks are as many as ranks."""
+        legal = self.forms([wanted.count])
+        found = [f for f in legal if (f.kind, f.kind == "blocks" or f.count) == (
+            wanted.kind, wanted.kind == "blocks" or wanted.count)]
+        if not found:
+            raise PlanError(f"{self.name} cannot be cut as {wanted}; it can as {', '.join(map(str, legal))}")
+        return replace(found[0], ratio=wanted.ratio)
+
     def chunks(self, form: Form, rank: int) -> Chunks:
         rows: Sequence[Ranges] = ()
         if self.split is not None:
@@ -93,7 +103,7 @@ def factors(flow: Flow) -> list[Factor]:
 
 
 def _regions(flow: Flow, f: Factor, n: int) -> list[Region]:
-    probe = Chunks((f,), (), rows=tuple(((i, i + 1),) for i in range(f.size)))
+    probe = Chunks((f,), (), rows=(((0, 1),), ((1, f.size),)))
     can = {
         node
         for node, access in flow.description.accesses.items()
@@ -142,8 +152,9 @@ def _drop_torn_tuples(can: set[fx.Node]) -> None:
 
 
 def _groups(flow: Flow, can: set[fx.Node]) -> list[list[fx.Node]]:
-    """Neighbours of one level."""
+    """Neighbours of one level: readers of each other, or of one value that is sent to them."""
     level: dict[fx.Node, int] = {}
+    shared: dict[tuple[object, int], fx.Node] = {}
     tainted: set[fx.Node] = set()
     group: dict[fx.Node, list[fx.Node]] = {}
     for node in flow.program.graph.nodes:
@@ -153,8 +164,10 @@ def _groups(flow: Flow, can: set[fx.Node]) -> list[list[fx.Node]]:
             tainted.add(node)
         if node not in can:
             continue
+        near = [i for i in inputs if i in can and level[i] == level[node]]
+        near += [shared.setdefault((e.key, level[node]), node) for e in flow.into[node] if e.collectives]
         mine = [node]
-        for other in {id(group[i]): group[i] for i in inputs if i in can and level[i] == level[node]}.values():
+        for other in {id(group[i]): group[i] for i in near if i in group}.values():
             mine = other + mine
         for member in mine:
             group[member] = mine

@@ -138,6 +138,7 @@ class Weaver(Emitter):
     _chunks: Chunks | None = None
     _turns: list[Turn] = field(default_factory=list)
     _turn: int | None = None  # the chunk that is being emitted
+    _moved: dict[Key, fx.Node] = field(default_factory=dict)  # by a region, joined again
     _whole_asked: Counter[Any] = field(default_factory=Counter)
 
     # -- the walk ----------------------------------------------------------------------------------
@@ -198,7 +199,8 @@ class Weaver(Emitter):
 
     def value(self, node: fx.Node, need: Layout, dims: Dims) -> fx.Node:
         if self._turn is None or self._chunks is None:
-            return self._values[node, need] if (node, need) in self._values else super().value(node, need, dims)
+            key = (node, self._needed(node, need))
+            return self._moved[key] if key in self._moved else super().value(node, need, dims)
         at = self._chunks.dim(dims)
         if at is None:
             with self._outside():
@@ -292,7 +294,7 @@ class Weaver(Emitter):
         """Start what comes in from outside, in the order of the chunks."""
         entering = {e.key: e for e in region.sites if e.source not in region.members}
         for edge in entering.values():
-            if edge.key in self._values:
+            if edge.key in self._moved or edge.key in self._values:
                 continue  # moved whole, or by the region that it comes from
             self._current = edge.reader
             whole = self._shared(edge.source, self._own[edge.source][0], edge.have, edge.dims)
@@ -348,9 +350,10 @@ class Weaver(Emitter):
         moved = {e.key: e for e in region.sites}
         for key, edge in moved.items():
             others = [e for e in self.flow.out[edge.source] if e.reader not in region.members]
-            if key not in self._values and any(e.key == key for e in others):
+            known = key in self._moved or key in self._values
+            if not known and any(e.key == key for e in others):
                 pieces = [self._arrived(turn, key) for turn in self._turns]
-                self._values[key] = self._joined(region, edge, pieces)
+                self._moved[key] = self._joined(region, edge, pieces)
         for node in region.nodes:
             readers = {u for u in node.users if u not in region.members}
             told = {e.reader for e in self.flow.out[node] if e.key in moved}
