@@ -28,7 +28,7 @@ def build(spec: Spec | str) -> Schedule:
     if spec.n == 1:
         return Schedule(spec.collective, 1, 1, (), 0, spec)
     chunks, slices = _MAKERS[spec.collective](algorithm, spec)
-    steps = tuple(tuple(step) for step in algorithm.slices(*slices) if step)
+    steps = tuple(tuple(sorted(step)) for step in algorithm.slices(*slices) if step)
     return Schedule(spec.collective, spec.n, chunks, steps, spec.root, spec)
 
 

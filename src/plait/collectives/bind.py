@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from plait.collectives import posting
 from plait.collectives.posting import Instruction, Operand, compile_rank, runs
@@ -26,14 +26,16 @@ Range = tuple[int, int]  # elements [begin, end) of the vector
 Place = int | Literal["mine", "sum"]  # where an operand is; a number: from there in the scratch
 
 
-class Send(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Send:
     key: int
     peer: int
     ranges: tuple[Range, ...]
     packed: bool
 
 
-class Recv(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Recv:
     key: int
     peer: int
     ranges: tuple[Range, ...]
@@ -41,20 +43,24 @@ class Recv(NamedTuple):
     slot: int | None  # elements into the scratch; None: straight into the vector
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Wait:
     key: int
 
 
-class Done(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Done:
     key: int
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Copy:
     ranges: tuple[Range, ...]
     slot: int
 
 
-class Add(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Add:
     range: Range
     left: Place
     right: Place

@@ -221,7 +221,7 @@ class _AllToAll(Function):
 
 
 def _apply(function: type[Function], *arguments: Any) -> Tensor:
-    result = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    result = function.apply(*arguments)
     assert isinstance(result, Tensor)
     return result
 

@@ -5,7 +5,7 @@
 1. *the steps add up*: a symbolic run, in which a value is the multiset of the contributions in it
    (a second one is refused where it is added) and the order in which they were added, leaves every
    rank with what the collective promises: each contribution once, and the same additions in the
-   same order, so the same bits, on every rank that ends with a chunk;
+   same order, so the same bits, on every rank that ends with a chunk; and no transfer is in vain;
 2. *no timing deadlocks*: all ranks' instructions (posting.py) form one graph of what happens before
    what: the order on each rank, a send before the wait for it, and, as a network may hold nothing
    back, the posting of a receive before the end of its send (a credit). It has no cycle. The graph
@@ -89,6 +89,7 @@ def prove(schedule: Schedule, slots: int = 2) -> Proof:
     """The proof; ScheduleError where there is none."""
     orders = Orders()
     final = _promised(schedule, run_steps(schedule, orders))
+    _useful(schedule, set(final))
     programs = [compile_rank(schedule, rank, slots) for rank in range(schedule.n)]
     ended = run_programs(schedule, programs, orders)
     for (rank, chunk), value in final.items():
@@ -210,6 +211,18 @@ def _wrong(value: Value | None, wanted: int, first: Value | None) -> str:
     if first and value and first.order != value.order:
         return "is added up in another order than on another rank: the bits would differ"
     return ""
+
+
+def _useful(schedule: Schedule, read: set[Cell]) -> None:
+    """No transfer whose value is overwritten before it is read; `read`: what is read at the end."""
+    for index in reversed(range(len(schedule.steps))):
+        step = schedule.steps[index]
+        for t in step:
+            if (t.target, t.chunk) not in read:
+                text = f"{t}: is overwritten or never read"
+                raise _error(schedule, t.target, index, t.chunk, text)
+        read -= {(t.target, t.chunk) for t in step if t.op == "copy"}
+        read |= {(t.source, t.chunk) for t in step}
 
 
 def _last_write(schedule: Schedule, rank: int, chunk: int) -> int | None:

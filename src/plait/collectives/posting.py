@@ -25,39 +25,46 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from plait.collectives.schedule import Message, Schedule
 
 Chunks = tuple[int, ...]
 
 
-class Send(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Send:
     message: Message
 
 
-class Recv(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Recv:
     message: Message
     slot: int | None  # None: straight into the buffer
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Wait:
     message: Message
 
 
-class Done(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Done:
     message: Message
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Copy:
     """From the message's slot into the buffer."""
 
     message: Message
     slot: int
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slot:
     """The chunks of a message where it was received."""
 
     message: Message
@@ -67,7 +74,8 @@ class Slot(NamedTuple):
 Operand = Slot | Literal["mine", "sum"]
 
 
-class Add(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Add:
     """left + right -> into, on a run of chunks; `sum` is an accumulator, fp32 for 16-bit floats."""
 
     chunks: Chunks
@@ -101,7 +109,8 @@ def runs(chunks: Iterable[int]) -> list[Chunks]:
     return [tuple(run) for run in found]
 
 
-class Sum(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sum:
     """One sum of a step: a run of chunks and the messages that are added to it, by source."""
 
     chunks: Chunks

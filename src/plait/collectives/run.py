@@ -184,7 +184,8 @@ class _Run:
             self.packed[recv.key] = room, recv.ranges
         else:
             room = self.slots[recv.slot : recv.slot + sum(lengths)]
-        return [room] if recv.packed else list(torch.split(room, lengths))
+        whole = recv.packed or len(lengths) == 1
+        return [room] if whole else list(torch.split(room, lengths))
 
     def _wait(self, key: int) -> None:
         self.wires.flush()

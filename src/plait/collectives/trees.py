@@ -63,7 +63,8 @@ def in_order_tree(n: int) -> Edges:
                 edges.append((root, grow(start, count, depth + 1), depth))
         return root
 
-    grow(0, n, 0)
+    if n > 1:
+        grow(0, n, 0)
     return edges
 
 
