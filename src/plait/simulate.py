@@ -1,18 +1,20 @@
-"""Simulation: a schedule's transfers as events on the ports and links of a cluster, with contention.
+"""Simulation: a schedule's transfers as events on the links of a cluster, with contention.
 
-    simulate("ring[8]/4", 64 * 2**20, cluster)            -> Timeline: every message, on its source's port
-    simulate(wide("hierarchical", (512, 8)), 2**30, big)  -> thousands of ranks, only the end and the loads
+    simulate("ring[8]/4", 64 * 2**20, cluster)                          every message, timed
+    simulate(wide("hierarchical", (512, 8)), 2**30, big, record=False)  thousands of ranks
 
 Two engines, one answer where links are not contended (tests hold them to each other):
 
-    events   a message starts when what it reads is there and the message before it to the same rank is out;
-             messages that are under way at the same time share every link fairly (the rates are max-min),
-             and the rates change at every event. Exact, for schedules of some ten thousand messages.
-    steps    the price's march (cost/march.py) with the exact sizes of chunks left out: a port serves a
-             rank's messages step by step. Whole steps at a time, so that thousands of ranks take seconds.
+    events   a message starts when what it reads is there and the one before it to that rank is out;
+             messages that are under way at the same time share every link fairly (the rates are
+             max-min), and the rates change at every event. Exact, for schedules of some ten
+             thousand messages.
+    steps    the price's march (cost/march.py), all chunks of one size: a port serves a rank's
+             messages step by step. Whole steps at a time, so that thousands of ranks take
+             seconds.
 
-The price is one formula over these rules; the parameter server's master, whose port all others share, comes out
-N-1 times as slow here without anything being said about masters.
+The price is one formula over these rules; the parameter server's master, whose port all others
+share, comes out N-1 times as slow here without anything being said about masters.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +43,7 @@ MOST_EVENTS = 20_000  # messages that `events` simulates when not asked for
 
 @dataclass(frozen=True)
 class Simulation:
-    """`timeline` has the messages (empty when not recorded), `end` the seconds, `loads` bytes of each link."""
+    """`timeline` has the messages, unless not recorded; `loads` the bytes of each link."""
 
     timeline: Timeline
     loads: dict[str, float]
@@ -77,7 +79,9 @@ def simulate(
         if isinstance(made, Flow):
             raise CollectiveError(f"{made.name} is too wide for single events; use engine='steps'")
         return _Events(made, nbytes, part, by, protocol).run(record)
-    return _steps(made if isinstance(made, Flow) else flow(made), nbytes, part, by, protocol, record)
+    return _steps(
+        made if isinstance(made, Flow) else flow(made), nbytes, part, by, protocol, record
+    )
 
 
 def _chosen(cluster: Cluster, name: str | None) -> tuple[Transport, Protocol]:
@@ -87,7 +91,7 @@ def _chosen(cluster: Cluster, name: str | None) -> tuple[Transport, Protocol]:
     return able[0], able[0].protocols[0]
 
 
-# --- steps ------------------------------------------------------------------------------------------
+# --- steps ---------------------------------------------------------------------------------------
 
 
 def _steps(
@@ -100,7 +104,9 @@ def _steps(
 
     def watch(step: int, stage: Stage, begin: Floats, end: Floats) -> None:
         paths = cluster.paths(stage.route.source, stage.route.target)
-        counts = np.ones(len(paths)) if stage.of is None else np.bincount(stage.of, minlength=len(paths))
+        counts = (
+            np.ones(len(paths)) if stage.of is None else np.bincount(stage.of, minlength=len(paths))
+        )
         for slot in paths.T:
             used = slot >= 0
             np.add.at(loads, slot[used], counts[used] * chunk)
@@ -115,8 +121,12 @@ def _steps(
 def _messages(step: int, stage: Stage, begin: Floats, end: Floats) -> list[Event]:
     pairs = zip(stage.route.source.tolist(), stage.route.target.tolist(), strict=True)
     return [
-        Event(b, e, f"rank {source}", f"step {step}: {source} -> {target} {'add' if adds else 'copy'}")
-        for (source, target), adds, b, e in zip(pairs, stage.adds, begin.tolist(), end.tolist(), strict=True)
+        Event(
+            b, e, f"rank {source}", f"step {step}: {source} -> {target} {'add' if adds else 'copy'}"
+        )
+        for (source, target), adds, b, e in zip(
+            pairs, stage.adds, begin.tolist(), end.tolist(), strict=True
+        )
     ]
 
 
@@ -124,7 +134,7 @@ def _named(cluster: Cluster, loads: Floats) -> dict[str, float]:
     return {cluster.links[i].name: float(loads[i]) for i in np.flatnonzero(loads)}
 
 
-# --- events -----------------------------------------------------------------------------------------
+# --- events --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -148,13 +158,15 @@ class _Events:
         self.size = np.array([float(sum(sizes[c] for c in m.chunks)) for m in self.messages])
         source = np.array([m.source for m in self.messages], np.int64)
         target = np.array([m.target for m in self.messages], np.int64)
-        self.path = self.cluster.paths(source, target) if len(source) else np.zeros((0, 1), np.int64)
+        self.path = (
+            self.cluster.paths(source, target) if len(source) else np.zeros((0, 1), np.int64)
+        )
         hops = np.array([level.latency for level in self.cluster.levels]) * self.protocol.hops
         self.latency = (hops + self.protocol.step)[self.cluster.level_of(source, target)]
         self._order()
 
     def _order(self) -> None:
-        """Who waits for whom: readers for all earlier writes to what they read; a pair in its order."""
+        """Who waits for whom: readers for all earlier writes, messages of a pair in order."""
         writes: dict[tuple[int, int], list[int]] = defaultdict(list)
         last: dict[tuple[int, int], int] = {}
         self.frees = [[] for _ in self.messages]
@@ -228,7 +240,9 @@ class _Events:
         message = self.messages[i]
         if message.op == "copy" or self.by.fused:
             return there
-        adding[message.target] = max(adding[message.target], there) + self.by.add * float(self.size[i])
+        adding[message.target] = max(adding[message.target], there) + self.by.add * float(
+            self.size[i]
+        )
         return adding[message.target]
 
     def _events(self, begin: Floats, end: Floats) -> tuple[Event, ...]:

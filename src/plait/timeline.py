@@ -5,9 +5,10 @@ One line an event, which parses back; seconds first, then the lane, then what it
     0.000000e+00 1.250000e-05 nvlink 0 out | step 0: 0 -> 1 chunk 3 add
     1.250000e-05 2.500000e-05 compute | down_proj rows 0:2048
 
-A lane (a stream, a device, a port) runs its tasks one at a time in the order given; a task starts when its
-lane is free and all that it is `after` has ended. While tasks run on two lanes at once, one may slow the other:
-`play(tasks, slow={("compute", "comm"): 1.15})` is a matmul that loses multiprocessors to a collective.
+A lane (a stream, a device, a port) runs its tasks one at a time in the order given; a task starts
+when its lane is free and all that it is `after` has ended. While tasks run on two lanes at once,
+one may slow the other: `play(tasks, slow={("compute", "comm"): 1.15})` is a matmul that loses
+multiprocessors to a collective.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class Event:
         times, bar, name = line.partition(" | ")
         words = times.split(" ", 2)
         try:
-            assert bar and len(words) == 3
-            return Event(float(words[0]), float(words[1]), words[2], name)
-        except (AssertionError, ValueError):
+            begin, end, lane = words if bar else ()
+            return Event(float(begin), float(end), lane, name)
+        except ValueError:
             raise InputError(f"{line!r} is no event; it reads `begin end lane | name`") from None
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events in order of their begin. `end` may be later than the last event: a latency after it."""
+    """Events in order of their begin; `end` may be later than the last event."""
 
     events: tuple[Event, ...]
     end: float
@@ -86,10 +87,8 @@ class Task:
     after: tuple[str, ...] = ()  # names of tasks that must have ended
 
 
-def play(
-    tasks: Sequence[Task], slow: Mapping[tuple[str, str], float] | None = None
-) -> Timeline:
-    """Run the tasks; `slow[a, b]`: how many times longer a task of lane a takes while lane b is busy."""
+def play(tasks: Sequence[Task], slow: Mapping[tuple[str, str], float] | None = None) -> Timeline:
+    """Run the tasks; `slow[a, b]`: how many times longer lane a takes while lane b is busy."""
     _check(tasks)
     queues: dict[str, deque[Task]] = defaultdict(deque)
     for task in tasks:
@@ -104,7 +103,9 @@ def play(
                 task = queue.popleft()
                 running[lane] = _Running(task, now, task.seconds)
         if not running:
-            waiting = ", ".join(f"{q[0].name} after {', '.join(q[0].after)}" for q in queues.values() if q)
+            waiting = ", ".join(
+                f"{q[0].name} after {', '.join(q[0].after)}" for q in queues.values() if q
+            )
             raise InputError(f"tasks wait for each other: {waiting}")
         rates = {lane: 1.0 / _slowdown(lane, running, slow or {}) for lane in running}
         step = min(run.left / rates[lane] for lane, run in running.items())
@@ -134,7 +135,11 @@ def _slowdown(lane: str, running: Iterable[str], slow: Mapping[tuple[str, str], 
 
 def _check(tasks: Sequence[Task]) -> None:
     names = [task.name for task in tasks]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = (
+        sorted({name for name in names if names.count(name) > 1})
+        if len(set(names)) < len(names)
+        else []
+    )
     unknown = sorted({name for task in tasks for name in task.after} - set(names))
     negative = sorted(task.name for task in tasks if not task.seconds >= 0)
     wrong = [

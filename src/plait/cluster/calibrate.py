@@ -1,11 +1,12 @@
 """From measured seconds to the constants of a transport: a pure function, fitted by relative error.
 
-    fit(rows, lines)    rows: (bytes, seconds); lines: what the topology says of the same collective at
-                        line rate, (latency, seconds a byte) of every critical path
+    fit(rows, lines)    rows: (bytes, seconds); lines: what the topology says of the same collective
+                        at line rate, (latency, seconds a byte) of every critical path
 
-A protocol costs base + latency + moved bytes (cluster/transport.py). Few rows justify few constants: from one
-line (base, share) over a window or a fill to two protocols, that form is taken whose errors, in units of the
-noise between two readings of the same machine, and number of constants are least together (Akaike's measure).
+A protocol costs base + latency + moved bytes (cluster/transport.py). Few rows justify few
+constants: from one line (base, share) over a window or a fill to two protocols, that form is
+taken whose errors, in units of the noise between two readings of the same machine, and number of
+constants are least together (Akaike's measure).
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ class Fit:
 
     def __str__(self) -> str:
         names = " or ".join(p.name for p in self.protocols)
-        return f"{names}: mean error {self.mean:.1%}, worst {self.worst:.1%} over {len(self.errors)} sizes"
+        error = f"mean error {self.mean:.1%}, worst {self.worst:.1%}"
+        return f"{names}: {error} over {len(self.errors)} sizes"
 
 
 def fit(rows: Rows, lines: Lines = ((0.0, 1.0),), name: str = "fitted") -> Fit:
     """The protocols that explain the rows."""
     sizes, seconds = np.array(rows, float).T
-    assert len(rows) and (seconds > 0).all() and (sizes > 0).all(), rows
+    assert (seconds > 0).all(), rows
+    assert (sizes > 0).all(), rows
     problem = _Problem(sizes, seconds, np.array(lines, float))
     forms = [form for form in _FORMS if sum(map(len, form)) < max(len(rows), 3)]
     solved = [(form, problem.solve(form)) for form in forms]
@@ -115,7 +118,7 @@ def _starts(dimensions: int) -> Floats:
     return np.random.default_rng(7).uniform(0.05, 0.95, (12, dimensions))
 
 
-# --- the forms, simplest first --------------------------------------------------------------------------
+# --- the forms, simplest first -------------------------------------------------------------------
 
 NOISE = 0.05  # relative, between two readings of the same machine
 _LINE = ("base", "share")

@@ -1,12 +1,12 @@
-"""One device and its clock: how long a matmul or a pass over memory takes (roofline, in whole waves).
+"""One device and its clock: how long a matmul or a pass over memory takes, by roofline and waves.
 
 A matmul is cut into tiles, one a multiprocessor at a time, so its time comes in waves:
 
     tiles 8 x 33 = 264 on 132 units   ##########|##########      2 waves
     one row of tiles more             ##########|##########|#    3 waves, the last almost empty
 
-The clock takes the fastest of the device's tile shapes and of splitting the summed dim, and never less
-than reading and writing the operands takes. A CPU is one unit with no tiles.
+The clock takes the fastest of the device's tile shapes and of splitting the summed dim, and never
+less than reading and writing the operands takes. A CPU is one unit with no tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plait.errors import ClusterError
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the output, and the share of peak that a long matmul of full waves of it reaches."""
+    """A tile of the output; the share of peak that a long matmul of full waves of it reaches."""
 
     rows: int
     columns: int

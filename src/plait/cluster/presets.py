@@ -1,12 +1,13 @@
 """Machines by name. Spelling: box[hosts x devices]/fabric+option@subset; only the box is needed.
 
-    dgx-h100              8 H100 under NVSwitch             dgx-h100[4]       half of one
-    dgx-h100[2x8]/roce    two of them over 400G RoCE        dgx-h100+nvls     the switch adds
-    gb200-nvl72           one domain of 72                  loopback[4]       4 processes on this host
+    dgx-h100              8 H100 under NVSwitch           dgx-h100[4]       half of one
+    dgx-h100[2x8]/roce    two of them over 400G RoCE      dgx-h100+nvls     the switch adds
+    gb200-nvl72           one domain of 72                loopback[4]       4 processes of this host
 
-Plait's own transports never use in-switch reduction, so plans are made without it; `+nvls` (and `+sharp` for
-InfiniBand) describe the machine as NCCL uses it by default. Line rates are the vendors'; what software
-reaches of them (`share`) and its latencies are fitted to published measurements (bench/price.py, docs/cost-model.md).
+Plait's own transports never use in-switch reduction, so plans are made without it; `+nvls` (and
+`+sharp` for InfiniBand) describe the machine as NCCL uses it by default. Line rates are the
+vendors'; what software reaches of them (`share`) and its latencies are fitted to published
+measurements (bench/price.py, docs/cost-model.md).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from functools import lru_cache
 from plait.cluster.device import Device
 from plait.cluster.devices import DEVICES
 from plait.cluster.software import GLOO, SHARED, nccl, symmetric
+from plait.cluster.stored import recall
 from plait.cluster.topology import Cluster, Level
 from plait.cluster.transport import Transport
 from plait.errors import ClusterError
@@ -25,7 +27,7 @@ from plait.errors import ClusterError
 
 @dataclass(frozen=True)
 class Box:
-    """A host: its devices under levels, how they talk, and the fabric that joins several by default."""
+    """A host: its devices under levels, how they talk, and the fabric that joins several."""
 
     device: Device
     levels: tuple[Level, ...]
@@ -57,8 +59,9 @@ def parse_preset(text: str) -> Cluster:
     match = _SPELLING.fullmatch(text.strip())
     if match is None:
         raise ClusterError(
-            f"{text!r} names no cluster; it reads box[hosts x devices]/fabric+option@subset, for example "
-            f"dgx-h100[2x8]/ib-ndr. Boxes: {', '.join(BOXES)}; fabrics: {', '.join(FABRICS)}"
+            f"{text!r} names no cluster; it reads box[hosts x devices]/fabric+option@subset, for "
+            f"example dgx-h100[2x8]/ib-ndr. Boxes: {', '.join(BOXES)}; "
+            f"fabrics: {', '.join(FABRICS)}"
         )
     name = (
         match["box"] + (f"/{match['fabric']}" if match["fabric"] else "") + (match["options"] or "")
@@ -111,25 +114,29 @@ def names() -> tuple[str, ...]:
 
 
 def detect() -> Cluster:
-    """The machine at hand: its NVLink or PCIe GPUs as torch sees them, else this host's loopback."""
+    """The machine at hand: its GPUs as torch sees them, else the loopback of this host, as
+    `plait calibrate` last measured it."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
-        return make("loopback")
+        known = recall(torch.__version__)
+        return known.cluster if known else make("loopback")
     found = torch.cuda.get_device_properties(0)
     peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
     box = _box_like(found.major, found.total_memory, peers)
-    known = BOXES[box].device
     device = replace(
-        known, name=found.name, memory=found.total_memory, units=found.multi_processor_count
+        BOXES[box].device,
+        name=found.name,
+        memory=found.total_memory,
+        units=found.multi_processor_count,
     )
     cluster = make(box, count)
     return replace(
         cluster,
         name=f"{box} as found",
         device=device,
-        source=f"{count} x {found.name} seen by torch {torch.__version__}; rates of the preset {box}",
+        source=f"{count} x {found.name} by torch {torch.__version__}; rates of the preset {box}",
     )
 
 
@@ -186,7 +193,7 @@ def _build(box: str, fabric: str, options: tuple[str, ...], hosts: int) -> Clust
     )
 
 
-# --- fabrics between hosts: line rate of one port and direction, latency of one hop ---------------
+# --- fabrics between hosts: line rate of one port and direction, latency of one hop --------------
 
 FABRICS: dict[str, Level] = {
     "ib-hdr": Level("ib-hdr", 2, 25e9, 2.7e-6, share=0.96),
@@ -196,7 +203,7 @@ FABRICS: dict[str, Level] = {
     "100gbe": Level("100gbe", 2, 12.5e9, 25e-6, share=0.85, ports=1),
 }
 
-# --- boxes ----------------------------------------------------------------------------------------
+# --- boxes ---------------------------------------------------------------------------------------
 
 
 _GPU_SOFTWARE = (nccl(SHARED), symmetric(SHARED))
@@ -211,14 +218,14 @@ def _nvswitch(
 
 
 def _pcie(device: str, gb: float) -> Box:
-    """Two sockets, four cards under each one's switch; peers across sockets share the switch's uplink."""
+    """Two sockets, four cards under each one's switch; peers across them share its uplink."""
     switch = Level("pcie", 4, gb * 1e9, 1.0e-6, share=0.8, through=True)
     socket = Level("socket", 2, gb * 1e9, 1.5e-6, share=0.8, ports=1, through=True)
     return Box(DEVICES[device], (switch, socket), _GPU_SOFTWARE, "100gbe", nics=1)
 
 
-# A hop of NVLink: NCCL's tables say 0.6 us for all; rings of 2 to 8 A100 grow by 2 us a hop (nccl-tests
-# issue 123), of 4 to 8 GB200 by 0.2 us. Between these.
+# A hop of NVLink: NCCL's tables say 0.6 us for all; rings of 2 to 8 A100 grow by 2 us a hop
+# (nccl-tests issue 123), of 4 to 8 GB200 by 0.2 us. Between these.
 BOXES: dict[str, Box] = {
     "pcie3": _pcie("v100", 15.75),
     "pcie4": _pcie("a100-pcie", 32),

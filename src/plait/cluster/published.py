@@ -1,8 +1,9 @@
 """Published measurements of collectives, as data: what a price is checked and calibrated against.
 
-Each table is one way of measuring on one machine; ways are never mixed in one fit, since the floor of the same
-all-reduce on the same 8 GPUs is 6.5 us, 15 us or 40 us depending on who starts it. Sizes as nccl-tests names
-them (the whole vector, K = 2**10); rows are `size:value`, values in us, or in GB/s of bus bandwidth.
+Each table is one way of measuring on one machine; ways are never mixed in one fit, since the
+floor of the same all-reduce on the same 8 GPUs is 6.5 us, 15 us or 40 us depending on who starts
+it. Sizes as nccl-tests names them (the whole vector, K = 2**10); rows are `size:value`, values in
+us, or in GB/s of bus bandwidth.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     return [(size, value) for size, value in (word.split(":") for word in text.split())]
 
 
-# --- the tables -------------------------------------------------------------------------------------
+# --- the tables ----------------------------------------------------------------------------------
 
 _ML_ENGINEERING = "github.com/stas00/ml-engineering network/README"
 _NCCL_README = "github.com/NVIDIA/nccl contrib/custom_algos/allreduce/README, 4 CTAs, CUDA graph"
@@ -73,8 +74,9 @@ TABLES: tuple[Table, ...] = (
         "native",
         "torch",
         bus_bandwidth(
-            "32K:1.44 64K:2.93 128K:5.73 256K:11.74 512K:23.94 1M:39.93 2M:64.53 4M:107.16 8M:155.53 "
-            "16M:219.89 32M:275.84 64M:346.51 128M:401.93 256M:436.15 512M:450.29 1G:463.58 2G:469.17 "
+            "32K:1.44 64K:2.93 128K:5.73 256K:11.74 512K:23.94 1M:39.93 2M:64.53 4M:107.16 "
+            "8M:155.53 16M:219.89 32M:275.84 64M:346.51 128M:401.93 256M:436.15 512M:450.29 "
+            "1G:463.58 2G:469.17"
             "4G:473.10 8G:477.45 16G:482.26",
             8,
         ),
@@ -88,8 +90,9 @@ TABLES: tuple[Table, ...] = (
         "native",
         "torch",
         bus_bandwidth(
-            "128K:4.86 256K:9.54 512K:18.71 1M:36.06 2M:63.09 4M:76.48 8M:126.49 16M:254.96 32M:325.97 "
-            "64M:400.60 128M:568.38 256M:646.11 512M:688.99 1G:723.34 2G:734.97 4G:740.64 8G:839.07 "
+            "128K:4.86 256K:9.54 512K:18.71 1M:36.06 2M:63.09 4M:76.48 8M:126.49 16M:254.96 "
+            "32M:325.97 64M:400.60 128M:568.38 256M:646.11 512M:688.99 1G:723.34 2G:734.97 "
+            "4G:740.64 8G:839.07"
             "16G:845.67",
             8,
         ),
@@ -103,8 +106,9 @@ TABLES: tuple[Table, ...] = (
         "native",
         "torch",
         bus_bandwidth(
-            "128K:.45 256K:1.33 512K:2.84 1M:5.37 2M:10.38 4M:18.90 8M:35.12 16M:64.43 32M:91.19 "
-            "64M:156.74 128M:197.94 256M:229.09 512M:326.90 1G:361.99 2G:372.42 4G:377.34 8G:380.39 "
+            "128K:.45 256K:1.33 512K:2.84 1M:5.37 2M:10.38 4M:18.90 8M:35.12 16M:64.43 "
+            "32M:91.19 64M:156.74 128M:197.94 256M:229.09 512M:326.90 1G:361.99 2G:372.42 "
+            "4G:377.34 8G:380.39"
             "16G:381.80",
             32,
         ),
@@ -118,10 +122,11 @@ TABLES: tuple[Table, ...] = (
         "native",
         "stream",
         microseconds(
-            "8:21.57 16:21.06 32:21.99 64:24.87 128:26.53 256:26.77 512:27.06 1K:27.39 2K:27.89 4K:27.96 "
-            "8K:28.26 16K:28.49 32K:28.93 64K:29.95 128K:30.64 256K:30.58 512K:30.86 1M:32.18 2M:35.89 "
-            "4M:52.72 8M:67.94 16M:102.8 32M:159.5 64M:265.3 128M:386.9 256M:698.9 512M:1314.7 1G:2544.0 "
-            "2G:4557.5 4G:9015.4 8G:17887 16G:35549 32G:70981"
+            "8:21.57 16:21.06 32:21.99 64:24.87 128:26.53 256:26.77 512:27.06 1K:27.39 "
+            "2K:27.89 4K:27.96 8K:28.26 16K:28.49 32K:28.93 64K:29.95 128K:30.64 256K:30.58 "
+            "512K:30.86 1M:32.18 2M:35.89 4M:52.72 8M:67.94 16M:102.8 32M:159.5 64M:265.3 "
+            "128M:386.9 256M:698.9 512M:1314.7 1G:2544.0 2G:4557.5 4G:9015.4 8G:17887 "
+            "16G:35549 32G:70981"
         ),
         "Oracle Cloud guide, nccl-tests, NCCL 2.26.6, 2 trays",
         form="nvls",
@@ -133,9 +138,9 @@ TABLES: tuple[Table, ...] = (
         "native",
         "stream",
         microseconds(
-            "32K:43.83 64K:46.80 128K:51.76 256K:61.38 512K:80.40 1M:101.9 2M:101.4 4M:101.5 8M:133.5 "
-            "16M:276.6 32M:424.0 64M:684.6 128M:1327.6 256M:2420.6 512M:4218.4 1G:8203.9 2G:16240 "
-            "4G:32136 8G:64074 16G:127997"
+            "32K:43.83 64K:46.80 128K:51.76 256K:61.38 512K:80.40 1M:101.9 2M:101.4 4M:101.5 "
+            "8M:133.5 16M:276.6 32M:424.0 64M:684.6 128M:1327.6 256M:2420.6 512M:4218.4 "
+            "1G:8203.9 2G:16240 4G:32136 8G:64074 16G:127997"
         ),
         f"{_ML_ENGINEERING}, nccl-tests",
         form="ring",

@@ -1,15 +1,16 @@
 """Cluster: devices under levels of switches, as data; and the path between any two devices.
 
-A level joins `arity` units of the level below (at the innermost, devices) through one switch or bus:
+A level joins `arity` units of the level below (at the innermost, devices) through one switch or
+bus:
 
     level 1  ib      4 x [ 8 x h100 ]      8 ports (NICs) a node, one for each device
     level 0  nvlink      8 x h100          1 port a device
     device 11 = unit 1 of level 1 (its node), unit 3 of level 0 in it
 
-Two devices talk over the innermost level that joins them. A transfer occupies the source's port out, the
-target's port in, and the level's bus if it has one; where a level is `through` (PCIe: the way to the NIC is
-the same slot), transfers to outer levels occupy its ports too. Links are thus ports with a direction; the
-list of ranks decides which are used.
+Two devices talk over the innermost level that joins them. A transfer occupies the source's port
+out, the target's port in, and the level's bus if it has one; where a level is `through` (PCIe:
+the way to the NIC is the same slot), transfers to outer levels occupy its ports too. Links are
+thus ports with a direction; the list of ranks decides which are used.
 """
 
 from __future__ import annotations
@@ -94,11 +95,11 @@ class Cluster:
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host: what the outermost level joins (one host if there is one level)."""
+        """The ranks of each host: what the outermost level joins; one if there is one level."""
         return self.units(len(self.levels) - 1) if len(self.levels) > 1 else (self.ranks,)
 
     def units(self, level: int, ranks: Iterable[int] | None = None) -> tuple[tuple[int, ...], ...]:
-        """`ranks` grouped by the units that `level` joins: devices for 0, hosts for the outermost."""
+        """`ranks` by the units that `level` joins: devices for 0, hosts for the outermost."""
         groups: dict[int, list[int]] = {}
         for rank in self.ranks if ranks is None else ranks:
             groups.setdefault(int(self.at[rank]) // self.spans[level], []).append(rank)
@@ -112,7 +113,7 @@ class Cluster:
         return replace(self, places=None if whole else places)
 
     def with_launch(self, seconds: float) -> Cluster:
-        """The same machine with collectives started otherwise (presets.LAUNCH: graph, stream, torch)."""
+        """The same machine with collectives started otherwise (software.LAUNCH)."""
         return replace(self, transports=tuple(t.with_launch(seconds) for t in self.transports))
 
     def transport(self, name: str) -> Transport:
@@ -122,7 +123,7 @@ class Cluster:
         have = ", ".join(t.name for t in self.transports)
         raise ClusterError(f"{self.name} has no transport {name!r}; it has {have}")
 
-    # --- where bytes pass --------------------------------------------------------------------------
+    # --- where bytes pass ------------------------------------------------------------------------
 
     @cached_property
     def at(self) -> Indices:
@@ -138,7 +139,7 @@ class Cluster:
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
-        """All ports, then directions, then buses, level by level; `paths` speaks of their indices."""
+        """Ports out, ports in, buses, level by level; `paths` speaks of their indices."""
         links: list[Link] = []
         for i, level in enumerate(self.levels):
             ports = self._ports(i)
@@ -196,7 +197,7 @@ class Cluster:
             first.append(first[-1] + ports + buses)
         return tuple(first)
 
-    # --- spelling ----------------------------------------------------------------------------------
+    # --- spelling --------------------------------------------------------------------------------
 
     def __str__(self) -> str:
         """One line that `Cluster.parse` reads back: a preset's spelling, else JSON."""
@@ -213,7 +214,7 @@ class Cluster:
 
     @staticmethod
     def preset(name: str, devices: int | None = None) -> Cluster:
-        """A preset by name; `devices` beyond one host are several hosts over the preset's fabric."""
+        """A preset by name; `devices` beyond one host are several hosts over its fabric."""
         from plait.cluster.presets import make
 
         return make(name, devices)

@@ -6,11 +6,12 @@ A collective of steps over ports takes
                    +  x, the bytes of the busiest port at `share` of its reachable rate
                    +  the pipeline's fill: min(2 sqrt(fill x), most)
 
-The last term is that of chunks: a pipeline whose chunks cost `a` each and which is d deep moves x seconds
-of bytes in c chunks in (d + c)(a + x/c), at best (sqrt(d a) + sqrt(x))**2 = d a + x + 2 sqrt(d a x), and no
-more than a constant once chunks have their largest size. `window` is the opposite at the small end: the
-first so many seconds of bytes travel while the base latency runs. A transport has several protocols
-(few bytes soon, or many bytes fast), and each size takes the fastest.
+The last term is that of chunks: a pipeline whose chunks cost `a` each and which is d deep moves x
+seconds of bytes in c chunks in (d + c)(a + x/c), at best (sqrt(d a) + sqrt(x))**2 = d a + x + 2
+sqrt(d a x), and no more than a constant once chunks have their largest size. `window` is the
+opposite at the small end: the first so many seconds of bytes travel while the base latency runs.
+A transport has several protocols (few bytes soon, or many bytes fast), and each size takes the
+fastest.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ class Protocol:
 class Transport:
     """What a library can run on a machine, and what it costs there.
 
-    `algorithms` are the schedules it runs step by step; `internal` are the forms and protocols that
-    its own collective (the algorithm `native`) chooses among: `ring`, `tree`, `nvls`. `measured` are
-    the protocols of what was measured by itself on a number of ranks, by its spelling: `ring[4]/4`,
-    `all_gather native[4]`; where a collective was measured, only what was measured is chosen from.
+    `algorithms` are the schedules it runs step by step; `internal` are the forms and protocols
+    that its own collective (the algorithm `native`) chooses among: `ring`, `tree`, `nvls`.
+    `measured` are the protocols of what was measured by itself on a number of ranks, by its
+    spelling: `ring[4]/4`, `all_gather native[4]`; where a collective was measured, only what was
+    measured is chosen from.
     """
 
     name: str  # "nccl", "symmetric", "gloo"

@@ -1,7 +1,8 @@
 """What no algorithm can beat: lower bounds from the cuts of the topology, at line rate.
 
-Let K be a unit of a level (a device, a host), m of the N ranks in it, out(K) and in(K) the line rates of all
-ports by which its ranks' bytes can leave and enter it, and k the number of units that hold ranks.
+Let K be a unit of a level (a device, a host), m of the N ranks in it, out(K) and in(K) the line
+rates of all ports by which its ranks' bytes can leave and enter it, and k the number of units
+that hold ranks.
 
     all_gather       what the others own must enter K          (N - m)/N S / in(K)
     reduce_scatter   the same backwards                        (N - m)/N S / out(K)
@@ -10,12 +11,13 @@ ports by which its ranks' bytes can leave and enter it, and k the number of unit
     all_reduce       K's sum must leave, the others' enter     S / out(K), S / in(K);
                      and without addition in the network       2 (k - 1) S / (sum of out(K))
 
-The last: the reduction to one value and its copy back each cross the partition k - 1 times at least for every
-element. With k = N on a flat switch it is the well known 2(N-1)/N S/B (Patarasuk and Yuan 2009), with hosts as
-units the bound of the network. A switch that adds and copies lifts it at its own level, and one crossing is
-enough: S/B. Time to the first byte: one latency of the outermost level crossed, and where a rank has a single
-port that takes one message after another the count of steps would be ceil(log2 N); it is left out, since
-NVSwitch reaches all peers at once.
+The last: the reduction to one value and its copy back each cross the partition k - 1 times at
+least for every element. With k = N on a flat switch it is the well known 2(N-1)/N S/B (Patarasuk
+and Yuan 2009), with hosts as units the bound of the network. A switch that adds and copies lifts
+it at its own level, and one crossing is enough: S/B. Time to the first byte: one latency of the
+outermost level crossed, and where a rank has a single port that takes one message after another
+the count of steps would be ceil(log2 N); it is left out, since NVSwitch reaches all peers at
+once.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def _outermost(cluster: Cluster) -> int:
 
 
 def _level(collective: Collective, cluster: Cluster, level: int, root: int) -> tuple[float, float]:
-    """Seconds a byte that the units of one level need: without, and with, addition by its switch."""
+    """Seconds a byte that the units of a level need: without, and with, addition by a switch."""
     units = cluster.units(level)
     if len(units) == 1:
         return 0.0, 0.0

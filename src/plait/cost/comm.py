@@ -1,11 +1,12 @@
-"""The price of a collective: seconds on a described cluster, its bound beside it, and the choice of algorithm.
+"""The price of a collective on a described cluster, its bound beside it, and the choice among all.
 
     price("all_reduce", 64 * 2**20, range(8), Cluster.preset("dgx-h100"))
         all_reduce 64MiB on 8 ranks: native (ring/Simple) 440.8us, bound 260.9us (59%)
 
-A price reads a schedule (march.py) or a library's own form of a collective (native.py) with the numbers of a
-transport (cluster/transport.py), and takes the cheapest of what the transport can run. It is monotone in the size,
-zero for one rank or no bytes, and never below its bound (bound.py).
+A price reads a schedule (march.py) or a library's own form of a collective (native.py) with the
+numbers of a transport (cluster/transport.py), and takes the cheapest of what the transport can
+run. It is monotone in the size, zero for one rank or no bytes, and never below its bound
+(bound.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from plait.errors import CollectiveError
 
 @dataclass(frozen=True)
 class Price:
-    """What a collective costs: `seconds` by `algorithm` as `detail` runs it, and what nothing beats."""
+    """What a collective costs: `seconds` by `algorithm`, as `detail` has it; and the bound."""
 
     seconds: float
     algorithm: str  # "ring", "native", ...: what the run-time is asked for
@@ -80,10 +81,11 @@ def price(
     transport: str | None = None,
     root: int = 0,
 ) -> Price:
-    """The price of one collective of `nbytes` (the whole vector; for all_to_all one rank's send buffer).
+    """The price of one collective of `nbytes`: the whole vector, or of all_to_all one rank's part.
 
-    `ranks` are ranks of the cluster, in the order of the group. `algorithm` is a name, a schedule's spelling
-    (`ring[8]/4`), or None for the cheapest. Of a name, the cheapest number of pieces is taken.
+    `ranks` are ranks of the cluster, in the order of the group. `algorithm` is a name, a
+    schedule's spelling (`ring[8]/4`), or None for the cheapest. Of a name, the cheapest number of
+    pieces is taken.
     """
     return choose(
         collective, nbytes, ranks, cluster, algorithm=algorithm, transport=transport, root=root
@@ -103,7 +105,8 @@ def choose(
 ) -> Choice:
     """Every algorithm that a transport of the cluster can run on these ranks, cheapest first.
 
-    `deterministic` leaves out what chooses its order of addition by size or timing by itself: `native`.
+    `deterministic` leaves out what chooses its order of addition by size or timing by itself:
+    `native`.
     """
     _check(collective, nbytes, ranks, cluster)
     part = _part(cluster, tuple(ranks))
@@ -116,7 +119,8 @@ def choose(
             best[name] = _price(name, found, nbytes, seconds)
     if not best:
         raise CollectiveError(
-            f"{cluster.name} runs no {algorithm or 'algorithm'} for {collective} on {len(ranks)} ranks"
+            f"{cluster.name} runs no {algorithm or 'algorithm'} for {collective} "
+            f"on {len(ranks)} ranks"
             f"{f' by {transport}' if transport else ''}; it runs "
             + ", ".join(dict.fromkeys(n for n, _ in readings(collective, part, None, None, root)))
         )

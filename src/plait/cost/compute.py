@@ -1,8 +1,8 @@
 """The price of compute: a device's clock (cluster/device.py) applied to kernels.
 
 kernel     max(flops at the tile's share of peak, bytes at the memory's share)  + launch
-matmul     the same in whole waves of tiles                                      Device.matmul_seconds
-attention  two matmuls per (query block, key block), half of them when causal; scores never leave the chip
+matmul     the same in whole waves of tiles: Device.matmul_seconds
+attention  two matmuls a pair of blocks, half of the pairs when causal; scores stay on the chip
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attention_seconds(
     kv_heads: int | None = None,
     causal: bool = False,
 ) -> float:
-    """q: [b, h, q, d], k and v: [b, g, k, d] with g key/value heads; launch included. Zero if empty."""
+    """q: [b, h, q, d], k and v: [b, g, k, d], g key/value heads; launch included."""
     if min(batch, heads, queries, keys, width) <= 0:
         return 0.0
     half = 0.5 + 0.5 / max(queries, 1) if causal and queries == keys else 1.0

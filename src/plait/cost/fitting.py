@@ -1,11 +1,11 @@
 """Calibration of prices against tables of measurements.
 
-    fit_table(table)      one platform's own constants: the transport that runs what was measured in that time
-    fit_shared(tables)    one set of constants for all platforms (cluster/software.py), from all tables together
+    fit_table(table)      one platform's own constants: the transport that takes the time measured
+    fit_shared(tables)    one set of constants for all platforms, from all tables together
     held_out(table, ...)  how well a platform is predicted by constants that have not seen it
 
-What the topology contributes (hops, bytes of the busiest port) comes from the same readings that price
-everything else; only the software's constants are fitted.
+What the topology contributes (hops, bytes of the busiest port) comes from the same readings that
+price everything else; only the software's constants are fitted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def predict(table: Table, cluster: Cluster) -> Floats:
 
 def errors(table: Table, cluster: Cluster) -> Floats:
     """Predicted / measured - 1, row by row."""
-    return predict(table, cluster) / np.array(table.seconds) - 1
+    return np.asarray(predict(table, cluster) / np.array(table.seconds) - 1)
 
 
 def fit_table(table: Table) -> tuple[Fit, Cluster]:
@@ -91,7 +91,7 @@ def _shared(logs: Floats) -> Shared:
     return Shared(**dict(zip(_NAMES, np.exp(logs).tolist(), strict=True)))
 
 
-# --- what a constant may be ---------------------------------------------------------------------------
+# --- what a constant may be ----------------------------------------------------------------------
 
 # Round numbers near NCCL's own (src/graph/tuning.cc) and a kernel's: seen before any table was.
 _START = Shared(

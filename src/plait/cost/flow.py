@@ -1,10 +1,11 @@
 """A schedule as arrays, step by step: what the price's march and the simulator read.
 
     flow(build("ring[8]/4"))        of any schedule
-    wide("ring", (4096,))           the same steps for thousands of ranks, made on the fly: a ring of 4096 has
-                                    33 million transfers, which no list of them would hold
+    wide("ring", (4096,))           the same steps for thousands of ranks, made on the fly: a ring
+                                    of 4096 has 33 million transfers, which no list would hold
 
-`wide` knows the all-reduces that are used at such sizes; tests compare it with `build` where both exist.
+`wide` knows the all-reduces that are used at such sizes; tests compare it with `build` where both
+exist.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One step: its messages, whether each is added, and its transfers, in the order of the messages.
+    """One step: its messages, whether each is added, and their chunks in the same order.
 
     `of` tells the message of each transfer; None: every message is one chunk.
     """
@@ -46,7 +47,7 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """`whole`: vectors in all chunks together; n for all_to_all, whose size is one rank's send buffer."""
+    """`whole`: vectors in all chunks together; n for all_to_all, whose size is a rank's part."""
 
     name: str
     n: int
@@ -93,13 +94,13 @@ def wide(algorithm: str, levels: tuple[int, ...]) -> Flow:
     """All-reduce on levels[0] (or levels[0] hosts of levels[1]) ranks."""
     if algorithm not in _WIDE or len(levels) != (2 if algorithm == "hierarchical" else 1):
         raise ScheduleError(
-            f"{algorithm}{list(levels)} has no wide form; there are ring, tree and parameter_server "
+            f"{algorithm}{list(levels)} has no wide form; there are ring, tree, parameter_server "
             "on (n,) ranks and hierarchical, ring in ring, on (hosts, devices)"
         )
     return _WIDE[algorithm](*levels)
 
 
-# --- wide forms -----------------------------------------------------------------------------------------
+# --- wide forms ----------------------------------------------------------------------------------
 
 
 def _single(route: Route, chunk: Ints | int, adds: bool) -> Stage:
@@ -109,7 +110,7 @@ def _single(route: Route, chunk: Ints | int, adds: bool) -> Stage:
 
 
 def _ring(n: int) -> Flow:
-    """Turn t of the reduce-scatter: rank r passes the sum of chunk r - t - 1; of the gather: r - t."""
+    """Turn t of the reduce-scatter: rank r passes chunk r - t - 1; of the gather: r - t."""
     ranks = np.arange(n)
     route = Route(ranks, (ranks + 1) % n)
 
@@ -146,7 +147,7 @@ def _tree(n: int) -> Flow:
 
 
 def _hierarchical(hosts: int, devices: int) -> Flow:
-    """Reduce-scatter rings in the hosts, an all-reduce ring across them for each device, gather rings."""
+    """Reduce-scatter rings in hosts, all-reduce rings across them by device, gather rings."""
     ranks = np.arange(hosts * devices)
     host, device = np.divmod(ranks, devices)
     near = Route(ranks, host * devices + (device + 1) % devices)

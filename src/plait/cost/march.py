@@ -2,13 +2,14 @@
 
 Every rank issues its steps in order and a transfer starts when what it reads is there, so a step is
 
-    out   a port serves a step's messages in the order in which they are ready, those that are ready at
-          once together: they are out when their last byte is, bytes / rate + message for each later
+    out   a port serves a step's messages in the order in which they are ready, those ready at once
+          together: they are out when their last byte is, bytes / rate + message for each later
     in    the target's port likewise, cut through: bytes enter while they leave
-    add   an addition follows its arrival at once, or (not fused) takes `add` seconds a byte at its target
+    add   an addition follows its arrival at once, or (not fused) takes `add` seconds a byte
 
-Only maxima and sums of latencies and of multiples of the size occur, so the time is a convex piecewise
-linear function of the size: the upper envelope of lines, each a critical path (latency, seconds a byte):
+Only maxima and sums of latencies and of multiples of the size occur, so the time is a convex
+piecewise linear function of the size: the upper envelope of lines, each a critical path (latency,
+seconds a byte):
 
     seconds |            ___---     few bytes: the path with the most steps
             |  ______----            many: the one with the most bytes
@@ -160,7 +161,7 @@ class _State:
     def _added(
         self, ranks: _Group, adds: NDArray[np.bool_], end: Floats, seconds: Floats
     ) -> Floats:
-        """A rank adds what a step brings when the last of it is there, one message after another."""
+        """A rank adds what a step brings when all of it is there, one message after another."""
         mine = adds[:, None]
         work = ranks.sum(np.where(mine, seconds, 0.0))
         start = np.maximum(ranks.most(np.where(mine, end, 0.0)), self.adding[ranks.ids])

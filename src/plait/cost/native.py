@@ -1,17 +1,18 @@
-"""The forms that a library's own collective takes, as NCCL builds them: latency and bytes in closed form.
+"""The forms that a library's own collective takes, as NCCL builds them: hops and bytes.
 
-For N ranks in k hosts of at most g, counts of hops that follow each other and bytes of the busiest port:
+For N ranks in k hosts of at most g, hops that follow each other and bytes of the busiest port:
 
-    ring   2(N-1) steps, 2(k-1) of them between hosts; 2(N-1)/N S through every device, and through each host
-           as a whole, since the rings are rotated over all of its NICs; half of both for reduce_scatter and
-           all_gather, whose ring runs once
-    tree   up and down: a chain of g - 1 hops in the host, floor(log2 k) between hosts; two trees share the
-           load, so 2S through a device and through a host (S between just two hosts)
-    nvls   the switch adds and copies: one hop each way, (N+1)/N S through a device's port; over several hosts
-           a tree between them
+    ring    2(N-1) hops, 2(k-1) of them between hosts; 2(N-1)/N S through every device, and through
+            each host as a whole, since the rings are rotated over all of its NICs; half of both
+            for reduce_scatter and all_gather, whose ring runs once
+    tree    up and down: a chain of g - 1 hops in the host, floor(log2 k) between hosts; two trees
+            share the load: 2S through a device and through a host (S between just two hosts)
+    nvls    the switch adds and copies: a hop each way, (N+1)/N S through a device's port; a tree
+            between hosts
+    direct  every rank takes the vectors of all the others: one hop, (N-1)S
 
-Model and names: NCCL's src/graph/tuning.cc 2.30; (N+1)/N: src/sym_kernels.cc. All phases are pipelined, so the
-slowest level's bytes count, not their sum.
+Model and names: NCCL's src/graph/tuning.cc 2.30; (N+1)/N: src/sym_kernels.cc. All phases are
+pipelined, so the slowest level's bytes count, not their sum.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from plait.collectives.schedule import Collective
 @dataclass(frozen=True)
 class Form:
     """What the topology has to do: hops[i] steps in a row that cross level i; seconds a byte of the
-    busiest port, and of the busiest port of a switch that adds, at what a copy reaches of the line rate.
+    busiest port, and of a port of a switch that adds, at what a copy reaches of the line rate.
     """
 
     hops: tuple[int, ...]
@@ -46,7 +47,7 @@ class Form:
 
 @lru_cache(maxsize=4096)
 def form(name: str, collective: Collective, cluster: Cluster) -> Form | None:
-    """The form of a collective over all ranks of a cluster, or None if there is none of that name."""
+    """The form of a collective over all ranks of a cluster, None if there is none so called."""
     make = _FORMS.get((name, collective))
     return make(cluster) if make is not None and cluster.size > 1 else None
 
@@ -59,7 +60,7 @@ def _crossed(cluster: Cluster) -> tuple[int, ...]:
 
 
 def _loads(cluster: Cluster, per_device: float, per_unit: float) -> float:
-    """Seconds a byte of the slowest level, if each device passes so much and each larger unit so much."""
+    """Seconds a byte of the slowest level: so much through a device, so much through a unit."""
     slowest = 0.0
     for i, (level, crossings) in enumerate(zip(cluster.levels, _crossed(cluster), strict=True)):
         if not crossings:

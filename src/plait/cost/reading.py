@@ -3,8 +3,9 @@
     readings("all_reduce", cluster)     ("native", ring by LL), ("native", tree by LL), ...,
                                         ("ring", ring[8] by p2p), ("ring", ring[8]/4 by p2p), ...
 
-A reading has no size in it, so that it is made once and asked often: the lines of a schedule's march
-(march.py) or of a library's own form (native.py), and the protocol whose constants turn them into seconds.
+A reading has no size in it, so that it is made once and asked often: the lines of a schedule's
+march (march.py) or of a library's own form (native.py), and the protocol whose constants turn
+them into seconds.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def native_spelling(collective: str, n: int) -> str:
 def _measured(
     collective: Collective, cluster: Cluster, by: Transport, root: int
 ) -> list[tuple[str, Reading]]:
-    """What was measured by itself on so many ranks: its lines at line rate, and its own constants."""
+    """What was measured by itself on so many ranks: lines at line rate, its own constants."""
     found: list[tuple[str, Reading]] = []
     if cluster.size == 1:
         return found
@@ -103,7 +104,7 @@ def _measured(
         if (spec.collective, spec.n, spec.root) != (collective, cluster.size, root):
             continue
         if spec.algorithm == "native":
-            alone = list(_natives(collective, cluster, bare))[0]
+            alone = next(_natives(collective, cluster, bare))
         else:
             alone = _stepwise(spec, cluster, replace(bare, fused=True), BARE)
         for p in protocols:
@@ -218,7 +219,7 @@ def _reaches(by: Transport, cluster: Cluster) -> bool:
     )
 
 
-# --- tables ---------------------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 BARE = Protocol("bare")  # hops and line rate, nothing else
 _PIECES = (1, 4, 16)

@@ -1,0 +1,86 @@
+"""Calibrations: what a machine measured of itself, kept in the user's cache and found again.
+
+    ~/.cache/plait/calibration.json    date, host, torch, method, rows, constants, fit error
+
+Nothing but `detect` reads it, and it says so in the cluster's `source`.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from plait.cluster.topology import Cluster
+from plait.cluster.units import spell_rate, spell_seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    spelling: str  # ring[4]/4, all_gather native[4]
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    cluster: Cluster
+    date: str
+    host: str
+    torch: str
+    method: str
+    error: float  # mean of |predicted / measured - 1| over the rows
+    worst: float
+    rows: tuple[Measured, ...]
+
+    def __str__(self) -> str:
+        level, by = self.cluster.levels[0], self.cluster.transports[0]
+        path = by.protocols[0]
+        return "\n".join(
+            (
+                f"{self.host}, {self.date}, torch {self.torch}: {self.method}",
+                f"path: {spell_seconds(level.latency)} a step, "
+                f"{spell_seconds(path.message)} a message, "
+                f"{spell_rate(level.bandwidth * path.share)} a port, "
+                f"{spell_rate((level.total or 0) * path.share)} together, additions at "
+                f"{spell_rate(1 / by.add) if by.add else 'no cost'}",
+                f"fit of {len(by.measured)} algorithms over {len(self.rows)} rows: mean error "
+                f"{self.error:.1%}, worst {self.worst:.1%}",
+            )
+        )
+
+    def to_json(self) -> str:
+        data = asdict(self) | {"cluster": json.loads(self.cluster.to_json())}
+        return json.dumps(data)
+
+    @staticmethod
+    def from_json(text: str) -> Calibration:
+        data = json.loads(text)
+        data["cluster"] = Cluster.from_json(json.dumps(data["cluster"]))
+        data["rows"] = tuple(Measured(**row) for row in data["rows"])
+        return Calibration(**data)
+
+
+def path() -> Path:
+    return Path.home() / ".cache" / "plait" / "calibration.json"
+
+
+def store(calibration: Calibration, where: Path | None = None) -> Path:
+    """Keep it in place of an older one of the same machine."""
+    where = where or path()
+    where.parent.mkdir(parents=True, exist_ok=True)
+    fresh = where.with_suffix(".new")
+    fresh.write_text(calibration.to_json())
+    fresh.replace(where)
+    return where
+
+
+def recall(torch_version: str, where: Path | None = None) -> Calibration | None:
+    """This host's calibration by this torch, if there is one that can be read."""
+    where = where or path()
+    try:
+        found = Calibration.from_json(where.read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if (found.host, found.torch) == (platform.node(), torch_version) else None

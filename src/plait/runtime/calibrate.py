@@ -1,0 +1,269 @@
+"""Measure this machine's collectives, and make of it a Cluster whose prices are its own.
+
+    calibration = measure(2, 4)             processes by themselves, gloo on a CPU: about a minute
+    calibration.cluster                     prices as this machine; detect() finds it again
+    print(calibration)                      constants, date, host, torch, method, fit error
+
+Per number of processes, every algorithm runs at a range of sizes, all of them in every round, so
+that a disturbance meets them alike; a sample is the slowest rank's, a figure the median. Of it
+come
+
+    the path      latency, cost of a message, rates of a port and of the bus, rate of addition: what
+                  prices an algorithm or a number of ranks that was not measured
+    the measured  of each algorithm on so many ranks, its own protocols (cluster/calibrate.py)
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from plait.cluster import Cluster, Device, Protocol
+from plait.cluster.calibrate import fit
+from plait.cluster.presets import make
+from plait.cluster.stored import Calibration, Measured
+from plait.collectives import calls
+from plait.collectives.schedule import Collective, Spec
+from plait.cost.flow import flow_of
+from plait.cost.march import march
+from plait.cost.reading import BARE, native_spelling, readings
+from plait.runtime.processes import launch, world
+
+Say = Callable[[str], None]
+Floats = NDArray[np.float64]
+
+SIZES = tuple(4**k for k in range(5, 13))  # 1 KiB to 16 MiB
+METHOD = "gloo between processes of one host, float32, median over rounds of the slowest rank"
+
+
+def measure(*nprocs: int, say: Say = print, seconds: float = 100.0) -> Calibration:
+    """Measure with each number of processes (2 and 4 if none is given), in so many seconds."""
+    counts = nprocs or (2, 4)
+    device = measured_device()
+    rows: list[Measured] = []
+    for done, nproc in enumerate(counts):
+        say(f"calibrate: {nproc} processes ({done + 1} of {len(counts)})")
+        rows += _collectives(nproc, seconds / len(counts))
+    return conclude(rows, device)
+
+
+def conclude(rows: Sequence[Measured], device: Device) -> Calibration:
+    """The cluster that explains the rows; pure but for the date and the host's name."""
+    cluster = _cluster(rows, device)
+    gloo = cluster.transports[0]
+    errors: list[float] = []
+    known = []
+    for spelling, table in _tables(rows).items():
+        spec = Spec.parse(spelling)
+        alone = replace(
+            gloo, protocols=(BARE,), internal=(("ring", BARE),), fused=True, measured=()
+        )
+        part = replace(cluster.subset(range(spec.n)), transports=(alone,))
+        name = "native" if spec.algorithm == "native" else spelling
+        bare = readings(spec.collective, part, name, root=spec.root)[0][1]
+        found = fit(table, bare.lines, "measured")
+        known.append((spelling, found.protocols))
+        errors += found.errors
+    return Calibration(
+        replace(cluster, transports=(replace(gloo, measured=tuple(known)),)),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=platform.node(),
+        torch=torch.__version__,
+        method=METHOD,
+        error=float(np.mean(np.abs(errors))),
+        worst=float(np.max(np.abs(errors))),
+        rows=tuple(rows),
+    )
+
+
+def _tables(rows: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
+    tables: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        tables.setdefault(row.spelling, []).append((float(row.nbytes), row.seconds))
+    return tables
+
+
+# --- the device ----------------------------------------------------------------------------------
+
+
+def measured_device() -> Device:
+    """This CPU as one process has it: rates of matmuls and of memory."""
+    threads = torch.get_num_threads()
+    rates = []
+    for dtype in (torch.float32, torch.bfloat16):
+        seconds = _best(_square(torch.rand(1024, 1024).to(dtype)))
+        rates.append((str(dtype).removeprefix("torch."), 2 * 1024**3 / seconds))
+    big = torch.rand(2**24)
+    moved = 2 * 4 * 2**24 / _best(lambda: torch.add(big, 1.0))
+    base = make("loopback").device
+    return replace(
+        base,
+        flops=tuple(rates),
+        bandwidth=moved / base.memory_share,
+        name=f"cpu, {threads} threads",
+    )
+
+
+def _square(a: torch.Tensor) -> Callable[[], object]:
+    return lambda: a @ a
+
+
+def _best(run: Callable[[], object], times: int = 7) -> float:
+    run()
+    samples = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - begin)
+    return min(samples)
+
+
+# --- the collectives -----------------------------------------------------------------------------
+
+
+def _collectives(nproc: int, seconds: float) -> list[Measured]:
+    with TemporaryDirectory(prefix="plait-calibrate-") as folder:
+        out = Path(folder) / "rows.json"
+        launch(_worker, nproc, str(out), seconds)
+        return [Measured(**row) for row in json.loads(out.read_text())]
+
+
+def _worker(out: str, seconds: float) -> None:
+    torch.set_num_threads(1)
+    world("gloo")
+    n, rank = dist.get_world_size(), dist.get_rank()
+    jobs = [(s, size) for s in spellings(n) for size in SIZES]
+    samples: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
+    deadline = time.perf_counter() + seconds
+    for turn in range(_ROUNDS + 1):  # the first warms up
+        for job in jobs:
+            took = torch.tensor(_once(*job))
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn:
+                samples[job].append(float(took))
+        enough = torch.tensor(float(time.perf_counter() > deadline))
+        dist.all_reduce(enough)
+        if float(enough) and turn:
+            break
+    if rank == 0:
+        rows = [
+            Measured(spelling, size, statistics.median(found))
+            for (spelling, size), found in samples.items()
+        ]
+        Path(out).write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+
+
+def spellings(n: int) -> list[str]:
+    """What is measured on n ranks."""
+    made = [
+        native_spelling(c, n) for c in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    ]
+    for collective, algorithm, pieces in _SCHEDULES:
+        if n > 2 or algorithm not in _SAME_ON_TWO:
+            made.append(str(Spec(algorithm, (n,), collective, pieces=pieces)))
+    return made
+
+
+def _once(spelling: str, nbytes: int) -> float:
+    """Seconds of one call, all ranks starting together."""
+    spec = Spec.parse(spelling)
+    n = spec.n
+    how = "native" if spec.algorithm == "native" else spelling
+    whole = torch.ones(max(nbytes // 4 // n, 1) * n)
+    part = torch.ones(len(whole) // n)
+    run: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: calls.all_reduce(whole, algorithm=how),
+        "all_gather": lambda: calls.all_gather(part, algorithm=how),
+        "reduce_scatter": lambda: calls.reduce_scatter(whole, algorithm=how),
+        "broadcast": lambda: calls.broadcast(whole, algorithm=how),
+    }
+    dist.barrier()
+    begin = time.perf_counter()
+    run[spec.collective]()
+    return time.perf_counter() - begin
+
+
+# --- the path: constants that all rows share -----------------------------------------------------
+
+
+def _cluster(rows: Sequence[Measured], device: Device) -> Cluster:
+    """The loopback preset with this host's latency, rates, and cost of messages and additions."""
+    plain = make("loopback")
+    tables = {s: t for s, t in _tables(rows).items() if Spec.parse(s).algorithm in _PATH}
+    ceilings = _ceilings(tables)
+
+    def machine(logs: Floats) -> Cluster:
+        latency, message, share, base, add = np.exp(logs).tolist()
+        level = replace(plain.levels[0], latency=latency, bandwidth=ceilings[0], total=ceilings[1])
+        protocol = Protocol("tcp", base=base, message=message, share=min(share, 1.0))
+        gloo = replace(
+            plain.transports[0], protocols=(protocol,), internal=(("ring", protocol),), add=add
+        )
+        return replace(
+            plain, device=device, levels=(level,), transports=(gloo,), name="loopback, measured"
+        )
+
+    def misfit(logs: Floats) -> Floats:
+        cluster = machine(logs)
+        gloo = cluster.transports[0]
+        parts = []
+        for spelling, table in tables.items():
+            what = flow_of(Spec.parse(spelling))
+            sizes, seconds = np.array(table).T
+            part = cluster.subset(range(what.n))
+            times = march(what, part, gloo, gloo.protocols[0], sizes) + gloo.protocols[0].base
+            parts.append(np.log(times / seconds))
+        return np.concatenate(parts)
+
+    start = np.log([2e-5, 1e-5, 0.5, 5e-5, 1e-10])
+    found = least_squares(misfit, start, loss="soft_l1", f_scale=0.2, max_nfev=40)
+    return machine(found.x)
+
+
+def _ceilings(tables: dict[str, list[tuple[float, float]]]) -> tuple[float, float]:
+    """The fastest that a port and that all of them together were seen, and a twentieth more."""
+    port = bus = 1e6
+    for spelling, table in tables.items():
+        what = flow_of(Spec.parse(spelling))
+        busiest = what.sent()
+        total = sum(len(stage.chunk) for stage in what.stages()) * what.whole / what.chunks
+        port = max(port, *(busiest * size / seconds for size, seconds in table))
+        bus = max(bus, *(total * size / seconds for size, seconds in table))
+    return 1.05 * port, 1.05 * bus
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+_ROUNDS = 25
+_PATH = ("ring", "two_shot", "one_shot", "parameter_server")  # enough to tell the constants apart
+_SAME_ON_TWO = ("recursive_doubling", "double_tree", "halving_doubling", "tree")
+_SCHEDULES: tuple[tuple[Collective, str, int], ...] = (
+    ("all_reduce", "ring", 1),
+    ("all_reduce", "ring", 4),
+    ("all_reduce", "tree", 4),
+    ("all_reduce", "double_tree", 4),
+    ("all_reduce", "halving_doubling", 1),
+    ("all_reduce", "recursive_doubling", 1),
+    ("all_reduce", "one_shot", 1),
+    ("all_reduce", "two_shot", 1),
+    ("all_reduce", "parameter_server", 1),
+    ("all_gather", "ring", 1),
+    ("all_gather", "two_shot", 1),
+    ("reduce_scatter", "ring", 1),
+    ("reduce_scatter", "two_shot", 1),
+    ("broadcast", "binomial", 1),
+)
