@@ -188,6 +188,20 @@ def group_norm(d: Describer, node: fx.Node) -> Access:
     return Access(tuple(operands), (result,), letters, (), local)
 
 
+def weight_norm(d: Describer, node: fx.Node) -> Access:
+    """`o *, o -> o *` along `dim`: the norm of each row spans the other dims."""
+    bound = bind(node)
+    v, g = d.operand(bound["v"]), d.operand(bound["g"])
+    dim = bound["dim"] % len(v.dims)
+    names = [f"d{i}" for i in range(len(v.dims))]
+    binder = Binder(d, node)
+    binder.bind(names, v.dims)
+    binder.bind(names, g.dims)
+    result = binder.result(names, d.sizes(node))
+    letters = binder.letters({n: "whole" for i, n in enumerate(names) if i != dim})
+    return Access((v, g), (result,), letters)
+
+
 def embedding(d: Describer, node: fx.Node) -> Access:
     """`v d, * -> * d`, v selected: ids of another rank's rows give zeros (passes/expand.py)."""
     return _embedding(d, node)
@@ -399,6 +413,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("layer_norm.default",   layer_norm),
     ("group_norm.default",   group_norm),
     ("cross_entropy_loss.default", cross_entropy),
+    ("_weight_norm.default", weight_norm),
     # reductions
     ("sum.default sum.dim_IntList", reduction("sum")),
     ("mean.default mean.dim", mean),
