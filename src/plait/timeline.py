@@ -34,9 +34,10 @@ class Event:
     @staticmethod
     def parse(line: str) -> Event:
         times, bar, name = line.partition(" | ")
-        words = times.split(" ", 2)
         try:
-            begin, end, lane = words if bar else ()
+            begin, end, lane = times.split(" ", 2)
+            if not bar:
+                raise ValueError("no bar")
             return Event(float(begin), float(end), lane, name)
         except ValueError:
             raise InputError(f"{line!r} is no event; it reads `begin end lane | name`") from None

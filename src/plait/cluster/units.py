@@ -21,8 +21,8 @@ def parse_size(text: str | int) -> int:
 
 
 def spell_size(nbytes: float) -> str:
-    """The shortest exact spelling for whole numbers of KiB, MiB, GiB; else three digits."""
-    for unit in ("GiB", "MiB", "KiB"):
+    """The shortest exact spelling for whole numbers of KiB, MiB, GiB; else four digits."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
         scale = _SIZES[unit.lower()]
         if nbytes >= scale:
             return f"{nbytes / scale:.4g}{unit}"
