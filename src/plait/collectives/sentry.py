@@ -142,11 +142,13 @@ class Sentry:
 def release(group: dist.ProcessGroup) -> None:
     """Make all transfers that are pending in this process on a gloo group raise.
 
-    A receive that times out makes gloo close all pairs of the group; `abort` does nothing there.
+    A receive that times out makes gloo close all pairs of the group (`abort` does nothing there).
+    It must be posted on a pair that is still open, so every peer is tried.
     """
-    peer = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+    for step in range(1, group.size()):
+        peer = (group.rank() + step) % group.size()
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
 def differing(number: int, asked: dict[int, str]) -> str:
