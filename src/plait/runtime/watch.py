@@ -209,11 +209,12 @@ def release(group: dist.ProcessGroup) -> None:
     on them raises ("Application timeout caused pair closure"); `abort` does nothing there.
     Other backends: `abort`.
     """
-    if dist.get_world_size(group) == 1:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1:
         return
-    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-    with contextlib.suppress(Exception):  # the time-out, or no CPU backend, or closed already
-        group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+    for step in range(1, size):  # it cannot be posted on a pair that is closed, so try every peer
+        with contextlib.suppress(Exception):  # the time-out, or no CPU backend, or closed already
+            group.recv([torch.empty(1)], (rank + step) % size, _TAG).wait(timedelta(milliseconds=1))
     with contextlib.suppress(Exception):
         group.abort()
 
