@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from torch import fx
+
 from plait.passes.overlap.chunks import WHOLE, Form
-from plait.passes.overlap.flow import Flow
+from plait.passes.overlap.flow import Edge, Flow
 from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.timeline import Machine, Timeline, blocking, march, script
 from plait.passes.overlap.weave import arranged
+from plait.rules.equation import atoms
 
 COUNTS = (2, 3, 4, 8)
 # Two runs of one program on one machine differ by this much (vLLM's benches: +-5 % in mixed runs;
@@ -58,7 +61,14 @@ def choose(
     found = regions(flow, n)
     if isinstance(overlap, int):
         return _forced(flow, found, overlap, machine)
-    best = [c for r in found if (c := _best(flow, r, machine)) is not None]
+    known: dict[object, Candidate | None] = {}
+    best = []
+    for region in found:
+        alike = signature(flow, region)
+        if alike not in known:
+            known[alike] = _best(flow, region, machine)
+        if (c := known[alike]) is not None:
+            best.append(replace(c, region=region))
     chosen: dict[Region, Form] = {}
     for c in sorted(best, key=lambda c: -c.gain):
         if c.gain > NOISE * c.whole and _fits(flow, chosen, c.region):
@@ -88,18 +98,42 @@ def _fits(flow: Flow, chosen: Iterable[Region], region: Region) -> bool:
     return arranged(flow.program.graph, [*taken, region]) is not None
 
 
+def signature(flow: Flow, region: Region) -> object:
+    """Equal for regions that take equal times: the layers of a model are weighed once."""
+    at = {node: i for i, node in enumerate(region.nodes)}
+
+    def sizes(node: fx.Node) -> object:
+        access, split = flow.description.accesses[node], flow.strategies[node].split
+        values = [o.dims for o in access.operands] + list(access.results)
+        letters = {f.root(): i for i, f in enumerate(dict.fromkeys(f.root() for v in values for f in v))}
+        cut = [(f.size, split.sizes(f) if split and split.touches(f) else None) for f in letters]
+        mine = [i for f, i in letters.items() if region.factor in set(atoms(f))]
+        return str(node.target), tuple(tuple(letters[f.root()] for f in v) for v in values), tuple(cut), tuple(mine)
+
+    def move(edge: Edge) -> object:
+        ends = at.get(edge.source, -1), at.get(edge.reader, -1)
+        return (*ends, str(edge.moves), edge.grad, str(edge.source.meta["val"].dtype))
+
+    nodes = tuple(sizes(node) for node in region.nodes)
+    return nodes, tuple(map(move, region.sites)), region.rotates
+
+
 def _best(flow: Flow, region: Region, machine: Machine) -> Candidate | None:
     forms = region.forms(COUNTS)
     if region.split is None and region.most >= 4:
         forms.append(Form("rows", 4, 0.5))
     if not forms:
         return None
-    return min((weigh(flow, region, f, machine) for f in forms), key=lambda c: c.seconds)
+    whole = timelines(flow, region, WHOLE, machine)
+    return min((weigh(flow, region, f, machine, whole) for f in forms), key=lambda c: c.seconds)
 
 
-def weigh(flow: Flow, region: Region, form: Form, machine: Machine) -> Candidate:
+def weigh(
+    flow: Flow, region: Region, form: Form, machine: Machine, whole: list[Timeline] | None = None
+) -> Candidate:
     """One form of one region against the region in one piece, forward and backward."""
-    whole, cut = timelines(flow, region, WHOLE, machine), timelines(flow, region, form, machine)
+    whole = whole or timelines(flow, region, WHOLE, machine)
+    cut = timelines(flow, region, form, machine)
     return Candidate(
         region,
         form,

@@ -231,6 +231,8 @@ def _in_chunks(edge: Edge, members: set[fx.Node], probe: Split) -> bool:
         return all(c.cut is None or c.cut.dim != at for c in edge.moves)
     if edge.reader in members and edge.source in members or len(edge.moves) != 1:
         return False
+    if any(x.split is not None and x.split.factors != (f,) for x in (edge.have, edge.need)):
+        return False  # cut together with another factor
     (move,) = edge.moves
     assert move.cut is not None
     kinds = (edge.have.kind, edge.need.kind)

@@ -259,7 +259,7 @@ class Weaver(Emitter):
 
     def _named(self, site: Site, dims: Dims) -> Site:
         """As the whole program calls it, and of which chunk."""
-        of = self.names[site.key]
+        of = self._name(site.key)
         if self._turn is None or self._chunks is None:
             return replace(site, name=of)
         at, turn = self._chunks.dim(dims), self._turn
@@ -268,6 +268,11 @@ class Weaver(Emitter):
         assert name not in self.sites, name
         talks = site.conversion.forward.collective or site.conversion.backward.collective
         return replace(site, name=name, of=of if talks else "", shape=shape or site.shape)
+
+    def _name(self, key: str) -> str:
+        """A value that is moved both in chunks and whole has one name in the whole program."""
+        first, _, ordinal = key.rpartition(" #")
+        return self.names.get(key) or f"{self.names[f'{first} #1']}_{ordinal}"
 
     def _started(
         self, edge: Edge, x: fx.Node, moves: Sequence[Conversion], grad: bool | None = None

@@ -1,0 +1,178 @@
+"""Check: the schedules of all ranks, run against each other without a machine; every fault is listed.
+
+Streams advance in order; a wait needs its event, a collective needs every rank of its group at the
+same one. What cannot advance any more is a deadlock. Each line gets a clock, for every stream of
+every rank the last line that is certain to be over before it (vector clocks; Lamport, Fidge,
+Mattern), and from the clocks follows:
+
+    a reader comes after the one that wrote its value
+    a slot is written only after all readers of what lies in it
+    any two ranks do the collectives that they share in one order, whatever the streams do
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from plait.errors import ScheduleError
+from plait.passes.overlap.schedule import Launch, Record, Schedule, Wait, slot
+
+Stream = tuple[int, str]  # (rank, stream)
+Clock = dict[Stream, int]
+
+
+def check(schedules: Sequence[Schedule]) -> None:
+    """ScheduleError with every fault of the schedules of ranks 0, 1, ...; None if there is none."""
+    run = _Run(schedules)
+    faults = run.go()
+    for rank, schedule in enumerate(schedules):
+        faults += _values(rank, schedule, run)
+        faults += _unordered(rank, run)
+    faults += _orders(run)
+    if faults:
+        raise ScheduleError("\n".join(faults))
+
+
+@dataclass
+class _Run:
+    """Lines by stream, how far each stream came, and the clock of every line that was reached."""
+
+    schedules: Sequence[Schedule]
+    lines: dict[Stream, list[object]] = field(default_factory=dict)
+    at: dict[Stream, int] = field(default_factory=dict)
+    clocks: dict[tuple[int, str], tuple[Stream, int, Clock]] = field(default_factory=dict)
+    events: dict[tuple[int, str], Clock] = field(default_factory=dict)
+    now: dict[Stream, Clock] = field(default_factory=dict)
+    done: dict[int, list[str]] = field(default_factory=dict)  # collectives by rank, in order of launch
+
+    def __post_init__(self) -> None:
+        for rank, schedule in enumerate(self.schedules):
+            self.done[rank] = []
+            for name in schedule.streams:
+                stream = (rank, name)
+                self.lines[stream] = [i for i in schedule.items if i.stream == name]
+                self.at[stream], self.now[stream] = 0, {}
+
+    def go(self) -> list[str]:
+        while any(self._advance(stream) for stream in self.lines):
+            pass
+        stuck = [s for s in self.lines if self.at[s] < len(self.lines[s])]
+        return [f"deadlock: rank {r} {name} stands at `{self._head((r, name))}`" for r, name in stuck]
+
+    def _head(self, stream: Stream) -> object | None:
+        lines = self.lines[stream]
+        return lines[self.at[stream]] if self.at[stream] < len(lines) else None
+
+    def _advance(self, stream: Stream) -> bool:
+        line, rank = self._head(stream), stream[0]
+        match line:
+            case None:
+                return False
+            case Record(_, event):
+                self._tick(stream)
+                self.events[rank, event] = dict(self.now[stream])
+            case Wait(_, event):
+                if (rank, event) not in self.events:
+                    return False
+                _join(self.now[stream], self.events[rank, event])
+                self._tick(stream)
+            case Launch() if line.collective:
+                return self._meet(line)
+            case Launch():
+                self._tick(stream)
+                self.clocks[rank, line.name] = stream, self.at[stream] - 1, dict(self.now[stream])
+        return True
+
+    def _meet(self, line: Launch) -> bool:
+        """A collective runs once all its ranks have come to it."""
+        there = {s: self._head(s) for s in self.lines if s[0] in line.ranks}
+        met = {
+            s for s, head in there.items()
+            if isinstance(head, Launch) and (head.name, head.collective) == (line.name, line.collective)
+        }  # fmt: skip
+        if {rank for rank, _ in met} != set(line.ranks):
+            return False
+        joined: Clock = {}
+        for stream in met:
+            _join(joined, self.now[stream])
+        for stream in met:
+            _join(self.now[stream], joined)
+            self._tick(stream)
+            self.done[stream[0]].append(line.name)
+            self.clocks[stream[0], line.name] = stream, self.at[stream] - 1, dict(self.now[stream])
+        return True
+
+    def _tick(self, stream: Stream) -> None:
+        self.now[stream][stream] = self.at[stream]
+        self.at[stream] += 1
+
+    def before(self, rank: int, first: str, then: str) -> bool:
+        """Whether launch `first` is certainly over when launch `then` of the same rank begins."""
+        if (rank, first) not in self.clocks or (rank, then) not in self.clocks:
+            return True  # one of them is in a deadlock, which is told
+        stream, index, _ = self.clocks[rank, first]
+        _, _, clock = self.clocks[rank, then]
+        return clock.get(stream, -1) >= index and first != then
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, index in other.items():
+        clock[stream] = max(clock.get(stream, -1), index)
+
+
+def _values(rank: int, schedule: Schedule, run: _Run) -> list[str]:
+    """Readers after writers, and slots free before they are written again."""
+    writer = {value: launch.name for launch in schedule.launches for value in launch.writes}
+    readers: dict[str, list[str]] = {value: [] for value in writer}
+    faults = []
+    for launch in schedule.launches:
+        for value in launch.reads:
+            if value in schedule.given:
+                continue
+            if value not in writer:
+                faults.append(f"rank {rank}: {launch.name} reads {value}, which nobody writes")
+            elif not run.before(rank, writer[value], launch.name):
+                faults.append(f"rank {rank}: {launch.name} may read {value} before {writer[value]} wrote it")
+            else:
+                readers[value].append(launch.name)
+    latest: dict[str, str] = {}
+    for value in writer:
+        where = slot(value)
+        if where is None:
+            continue
+        old = latest.get(where)
+        users = [writer[old], *readers[old]] if old is not None else []
+        faults += [
+            f"rank {rank}: {writer[value]} writes {where} while {user} may still use {old} in it"
+            for user in users
+            if not run.before(rank, user, writer[value])
+        ]
+        latest[where] = value
+    return faults
+
+
+def _unordered(rank: int, run: _Run) -> list[str]:
+    """Collectives of one rank that may run in either order."""
+    names = run.done[rank]
+    return [
+        f"rank {rank}: nothing orders {a} and {b}"
+        for a, b in zip(names, names[1:], strict=False)
+        if not run.before(rank, a, b)
+    ]
+
+
+def _orders(run: _Run) -> list[str]:
+    """The order as written, of ranks against rank 0: a transport may match by order alone."""
+    written = {
+        rank: [x.name for x in schedule.launches if x.collective]
+        for rank, schedule in enumerate(run.schedules)
+    }
+    out = []
+    for rank, names in written.items():
+        if names != written[0]:
+            i = next((i for i, (a, b) in enumerate(zip(names, written[0], strict=False)) if a != b), min(len(names), len(written[0])))
+            mine = names[i] if i < len(names) else "nothing"
+            theirs = written[0][i] if i < len(written[0]) else "nothing"
+            out.append(f"collective {i} is {mine} on rank {rank} and {theirs} on rank 0")
+    return out
