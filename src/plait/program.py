@@ -77,6 +77,16 @@ class Mutation:
 
 
 @dataclass(frozen=True)
+class Size:
+    """A size that may differ from call to call: the user's name of it, its symbol in the graph."""
+
+    name: str
+    symbol: str
+    low: int = 0
+    high: int | None = None  # None: no limit
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """What capture read from the model and could not put in the graph; compared on each call."""
 
@@ -95,6 +105,8 @@ class Program:
     mutations: tuple[Mutation, ...] = ()
     unused: tuple[Weight, ...] = ()  # weights that no operator reads; kept for state_dict()
     training: bool = False  # gradients are asked for
+    sizes: tuple[Size, ...] = ()  # the dynamic ones
+    folded: dict[str, torch.Tensor] = field(default_factory=dict)  # see passes/fold.py
     notes: tuple[str, ...] = ()  # what capture found or gave up, for explain()
 
     def weight(self, node: str) -> Weight:

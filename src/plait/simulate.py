@@ -6,9 +6,9 @@
 Two engines, one answer where links are not contended (tests hold them to each other):
 
     events   a message starts when what it reads is there and the one before it to that rank is out;
-             messages that are under way at the same time share every link fairly (the rates are
-             max-min), and the rates change at every event. Exact, for schedules of some ten
-             thousand messages.
+             on a link earlier steps go first, messages of one step share it fairly (their rates are
+             max-min), and the rates change at every event. For schedules of some ten thousand
+             messages.
     steps    the price's march (cost/march.py), all chunks of one size: a port serves a rank's
              messages step by step. Whole steps at a time, so that thousands of ranks take
              seconds.
@@ -148,12 +148,14 @@ class _Events:
     waits: Ints = field(init=False)  # [message]: how many things it still waits for
     frees: list[list[int]] = field(init=False)  # message -> those that read what it brings
     follows: list[int] = field(init=False)  # message -> the next one of the same pair, or -1
+    step: Ints = field(init=False)
     size: Floats = field(init=False)
     path: Ints = field(init=False)  # [message, slot]
     latency: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         self.messages = [m for step in self.schedule.messages for m in step]
+        self.step = np.array([m.step for m in self.messages], np.int64)
         sizes = self.schedule.chunk_sizes(self.nbytes)
         self.size = np.array([float(sum(sizes[c] for c in m.chunks)) for m in self.messages])
         source = np.array([m.source for m in self.messages], np.int64)
@@ -200,10 +202,10 @@ class _Events:
         adding: dict[int, float] = defaultdict(float)
         arrivals: list[tuple[float, int]] = []
         active = np.flatnonzero(self.waits == 0)
-        speed = _fair(self.path[active], rate)
+        speed = _rates(self.path[active], self.step[active], rate)
         now = 0.0
         while len(active) or arrivals:
-            finish = now + (left[active] / speed).min() if len(active) else np.inf
+            finish = now + _shortest(left[active], speed)
             soon = min(finish, arrivals[0][0] if arrivals else np.inf)
             if len(active):
                 left[active] -= speed * (soon - now)
@@ -221,7 +223,7 @@ class _Events:
             if len(out) or started:
                 begin[started] = now
                 active = np.concatenate([np.setdiff1d(active, out), np.array(started, np.int64)])
-                speed = _fair(self.path[active], rate)
+                speed = _rates(self.path[active], self.step[active], rate)
         last = float(end.max()) if len(end) else 0.0
         loads = np.zeros(len(links) + 1)
         np.add.at(loads, self.path, self.size[:, None])
@@ -253,8 +255,26 @@ class _Events:
         return tuple(sorted(made, key=lambda event: (event.begin, event.end)))
 
 
+def _shortest(left: Floats, speed: Floats) -> float:
+    """Seconds until the next message is out; those that wait for room take for ever."""
+    moving = speed > 0
+    return float((left[moving] / speed[moving]).min()) if moving.any() else np.inf
+
+
+def _rates(paths: Ints, steps: Ints, rate: Floats) -> Floats:
+    """Rates of the messages under way: earlier steps take what they can, later ones what is left."""
+    speed = np.zeros(len(paths))
+    room = rate.copy()
+    for step in np.unique(steps):
+        mine = np.flatnonzero(steps == step)
+        speed[mine] = _fair(paths[mine], room)
+        np.subtract.at(room, paths[mine], speed[mine][:, None])
+        room = np.where(room > 1e-9 * rate, room, 0.0)
+    return speed
+
+
 def _fair(paths: Ints, rate: Floats) -> Floats:
-    """Max-min fair rates of the flows on these paths: the most crowded link first, and so on."""
+    """Max-min fair rates of flows on these paths: the most crowded link first, and so on."""
     speed = np.zeros(len(paths))
     room = rate.copy()
     open_ = np.arange(len(paths))

@@ -186,8 +186,8 @@ assert ours
 watch = Watch(group)
 if dist.get_rank() == 1 and sys.argv[1] == "outside":
     raise ValueError("outside of every guard")
-if dist.get_rank() == 1 and sys.argv[1] == "left":
-    sys.exit(0)
+if dist.get_rank() == 1 and sys.argv[1].startswith("exit"):
+    sys.exit(int(sys.argv[1][-1]))
 try:
     with watch.guard("forward"):
         dist.barrier()
@@ -200,7 +200,8 @@ finally:
     ("how", "words"),
     [
         ("outside", "forward: rank 1 failed: ValueError: outside of every guard"),
-        pytest.param("left", "forward: rank 1 ended while others worked", marks=pytest.mark.full),
+        ("exit 3", "forward: rank 1 ended with exit code 3"),
+        pytest.param("exit 0", "forward: rank 1 ended while others worked", marks=pytest.mark.full),
     ],
 )
 def test_under_torchruns_variables(tmp_path: Path, how: str, words: str) -> None:

@@ -19,6 +19,8 @@ import torch.multiprocessing as mp
 
 CUDA = torch.cuda.is_available()
 
+PATIENCE = 300.0  # seconds; the interpreter is slow on a busy host
+
 QUIET = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -29,7 +31,7 @@ QUIET = {
 
 def run_ranks(ranks: int, nbytes: int, jobs: Sequence[Callable[..., None]]) -> None:
     """Each of `jobs` (workspace, device), functions of a module, in turn on every rank."""
-    os.environ.update(QUIET if CUDA else QUIET | {"TRITON_INTERPRET": "1"})
+    os.environ.update(QUIET)
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         barrier = context.Barrier(ranks)
@@ -44,17 +46,18 @@ def _on_host(
     from plait.runtime.symmetric import HostSignals, Workspace
 
     torch.set_num_threads(1)
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
     _interpret_in_place()
     for i, job in enumerate(jobs):
-        barrier.wait(120)
+        barrier.wait(PATIENCE)
         with open(f"{folder}/{i}-{rank}", "wb") as file:
             file.truncate(nbytes)
-        barrier.wait(120)
+        barrier.wait(PATIENCE)
         arenas = [
             torch.from_file(f"{folder}/{i}-{r}", shared=True, size=nbytes, dtype=torch.uint8)
             for r in range(ranks)
         ]
-        job(Workspace(arenas, rank, HostSignals(), partial(barrier.wait, 120)), torch.device("cpu"))
+        job(Workspace(arenas, rank, HostSignals(PATIENCE), partial(barrier.wait, PATIENCE)), torch.device("cpu"))
 
 
 def _on_devices(

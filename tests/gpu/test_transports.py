@@ -246,7 +246,7 @@ def delayed(workspace: Any, device: torch.device) -> None:
     shot = OneShot(workspace, 4, 64, DTYPE)
     workspace.ready()
     out = torch.empty(4, 64, dtype=DTYPE, device=device)
-    for turn in range(200 if CUDA else 20):
+    for turn in range(200 if CUDA else 12):
         parts = terms(workspace.ranks, 4, 64, device, seed=turn)
         if chance.random() < 0.3:
             if CUDA:

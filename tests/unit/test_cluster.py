@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cluster import Cluster, Level, detect
-from plait.cluster import presets, stored
+from plait.cluster import Cluster, Level, detect, presets, stored
 from plait.cluster.presets import BOXES, FABRICS
 from plait.cluster.stored import Calibration, Measured
 from plait.cluster.units import parse_size, spell_rate, spell_seconds, spell_size
@@ -53,9 +52,7 @@ def test_a_preset_spells_itself_and_parses_back(text):
 )
 def test_any_part_of_any_preset_parses_back(box, fabric, hosts, data):
     whole = Cluster.parse(f"{box}[{hosts}x{BOXES[box].devices}]/{fabric}")
-    ranks = data.draw(
-        st.lists(st.integers(0, whole.size - 1), min_size=1, max_size=6, unique=True)
-    )
+    ranks = data.draw(st.lists(st.integers(0, whole.size - 1), min_size=1, max_size=6, unique=True))
     part = whole.subset(ranks)
     assert Cluster.parse(str(part)) == part
     assert part.size == len(ranks)
@@ -91,7 +88,10 @@ def test_every_preset_has_devices_links_and_a_transport(name):
         (lambda: Cluster.preset("dgx-h100").subset([0, 0, 9]), ["0 to 7", "[9]", "[0]", "twice"]),
         (lambda: Cluster.preset("dgx-h100").subset([]), ["none were given"]),
         (lambda: Cluster.preset("dgx-h100").transport("mpi"), ["mpi", "nccl", "symmetric"]),
-        (lambda: Cluster("x", BOXES["pcie4"].device, (Level("l", 0, 1e9, 0.0),)), ["'l'", "above 0"]),
+        (
+            lambda: Cluster("x", BOXES["pcie4"].device, (Level("l", 0, 1e9, 0.0),)),
+            ["'l'", "above 0"],
+        ),
         (lambda: Cluster.preset("dgx-h100").device.peak("complex64"), ["complex64", "bfloat16"]),
     ],
 )
@@ -220,7 +220,9 @@ def test_causal_attention_is_half():
 
 def calibration(host: str) -> Calibration:
     rows = (Measured("ring[4]", 1024, 1e-4),)
-    return Calibration(Cluster.preset("loopback", 4), "today", host, "2.13.0", "by hand", 0.1, 0.2, rows)
+    return Calibration(
+        Cluster.preset("loopback", 4), "today", host, "2.13.0", "by hand", 0.1, 0.2, rows
+    )
 
 
 def test_a_calibration_is_stored_and_found_by_its_host_and_torch(tmp_path):

@@ -250,9 +250,13 @@ def test_own_constants_explain_every_published_table(name):
     again = errors(measured, cluster)
     assert again == pytest.approx(found.errors, abs=1e-6)
     assert found.mean <= 0.10
-    assert max(
-        (abs(e) for e, size in zip(again, measured.sizes, strict=True) if size > 2**16), default=0
-    ) <= 0.35
+    assert (
+        max(
+            (abs(e) for e, size in zip(again, measured.sizes, strict=True) if size > 2**16),
+            default=0,
+        )
+        <= 0.35
+    )
     for size in measured.sizes:
         assert price(measured.collective, size, cluster.ranks, cluster, measured.algorithm)
 
@@ -301,7 +305,9 @@ def on(machine: str, *software: str) -> Cluster:
 
 
 def winner(cluster: Cluster, nbytes: float, one: str, other: str) -> str:
-    times = {a: price("all_reduce", nbytes, cluster.ranks, cluster, a).seconds for a in (one, other)}
+    times = {
+        a: price("all_reduce", nbytes, cluster.ranks, cluster, a).seconds for a in (one, other)
+    }
     return min(times, key=lambda a: times[a])
 
 

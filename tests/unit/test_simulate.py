@@ -33,17 +33,20 @@ def flat(n: int, *outer: Level, fused: bool = True, add: float = 0.0) -> Cluster
 @pytest.mark.parametrize("algorithm", names("all_reduce"))
 @pytest.mark.parametrize("nbytes", [840, 840 * 2**10, 840 * 2**16])
 def test_price_and_events_agree_where_nothing_contends(algorithm, n, nbytes):
-    """Whole vectors: the same to a percent; in pieces (as the price would run it) within a third."""
+    """The same; crossing trees within 7 %; in pieces, whose order the price simplifies, 0.9 to 1.4."""
     cluster = flat(n)
     whole = price("all_reduce", nbytes, range(n), cluster, f"{algorithm}[{n}]")
+    near = 0.07 if algorithm == "double_tree" else 0.006
     assert simulate(f"{algorithm}[{n}]", nbytes, cluster).end == pytest.approx(
-        whole.seconds, rel=0.01 if algorithm not in ("double_tree", "binomial", "tree") else 0.35
+        whole.seconds, rel=near
     )
     best = price("all_reduce", nbytes, range(n), cluster, algorithm)
-    assert 0.65 < best.seconds / simulate(best.detail, nbytes, cluster).end < 1.35
+    assert 0.9 < best.seconds / simulate(best.detail, nbytes, cluster).end < 1.4
 
 
-@pytest.mark.parametrize("spelling", ["ring[16]", "hierarchical[2x8: ring, two_shot]", "two_shot[16]"])
+@pytest.mark.parametrize(
+    "spelling", ["ring[16]", "hierarchical[2x8: ring, two_shot]", "two_shot[16]"]
+)
 @pytest.mark.parametrize("nbytes", [2**10, 2**20, 2**26])
 def test_price_and_events_agree_over_two_levels(spelling, nbytes):
     cluster = Cluster.parse("dgx-h100[2x8]")
@@ -115,7 +118,9 @@ def test_additions_take_their_time():
     assert slow - fused == pytest.approx(3 * size * add, rel=0.01)
 
 
-@pytest.mark.parametrize("spelling", ["ring[5]", "tree[6]/3", "all_gather two_shot[4]", "halving_doubling[6]"])
+@pytest.mark.parametrize(
+    "spelling", ["ring[5]", "tree[6]/3", "all_gather two_shot[4]", "halving_doubling[6]"]
+)
 def test_loads_are_the_ledgers(spelling):
     schedule = build(spelling)
     size = 12_347  # divides by nothing
@@ -154,7 +159,9 @@ def test_wide_schedules_are_the_schedules(algorithm, levels, spelling):
 def test_thousands_of_ranks_take_seconds():
     big = Cluster.preset("dgx-h100", 4096)
     begin = time.process_time()
-    hierarchical = simulate(wide("hierarchical", (512, 8)), 2**30, big, transport="nccl", record=False)
+    hierarchical = simulate(
+        wide("hierarchical", (512, 8)), 2**30, big, transport="nccl", record=False
+    )
     tree = simulate(wide("tree", (4096,)), 2**30, big, transport="nccl", record=False)
     server = simulate(wide("parameter_server", (4096,)), 2**20, big, transport="nccl", record=False)
     assert time.process_time() - begin < 30

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,9 +31,16 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils import _pytree as pytree
 
-from plait.capture.call import Call
+from plait.capture.call import Call, Range
 from plait.capture.forgotten import Forgotten
-from plait.capture.preserve import preserved, replaced_forwards
+from plait.capture.preserve import (
+    on_meta,
+    preserved,
+    replaced_forwards,
+    swap_tensors,
+    to_meta,
+)
+from plait.capture.refuse import refuse_outputs
 from plait.capture.trial import Kind, Trial, own_tensors
 
 MIN_MEMBERS = 3  # with fewer blocks of a kind, the proof costs more than it saves
@@ -61,7 +68,9 @@ class Proof:
 
     groups: tuple[tuple[str, ...], ...] = ()
     runs: tuple[tuple[str, ...], ...] = ()
-    outputs: Any = None  # of the trial, to be looked at
+    ranges: Mapping[str, Range] = field(default_factory=dict)  # of the dynamic sizes
+    places: Mapping[str, str] = field(default_factory=dict)  # a line that asks about each of them
+    changed: tuple[str, ...] = ()  # attributes that forward sets
     why_not: str = ""  # the trial failed: the export will say so better
 
 
@@ -76,22 +85,30 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
     forwards = {m: _as_forward(f) for m, f in forwards.items()}
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env, static_shapes=True, allow_non_fake_inputs=True)
-    with preserved(model) as changed, replaced_forwards(forwards):
+    with preserved(model), replaced_forwards(forwards):
         args, kwargs = _fake(call, model, mode)
-        _fake_buffers(model, mode)
+        if on_meta(model):
+            swap_tensors(model, to_meta)
+        swap_tensors(model, mode.from_tensor)  # so that nothing is computed or changed
         _watch_guards(env, trial)
         try:
-            with mode, _exporting(), trial:
+            with preserved(model) as changed, mode, _exporting(), forgotten.watching(), trial:
                 outputs = model(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises: the export raises it again
             return Proof(why_not=f"{type(error).__name__}: {error}")
+        refuse_outputs(outputs)
         forgotten.backward_of(pytree.tree_leaves(outputs))
         trial.meet(None, outputs)
     forgotten.refuse()
-    shown = pytree.tree_map(type, outputs)
     del outputs
     groups = [g for g in trial.groups() if len(g) >= MIN_MEMBERS]
-    return Proof(tuple(map(tuple, groups)), tuple(map(tuple, trial.runs(groups))), shown)
+    return Proof(
+        tuple(map(tuple, groups)),
+        tuple(map(tuple, trial.runs(groups))),
+        _ranges(call, pytree.tree_leaves((args, kwargs)), env),
+        _places(call, pytree.tree_leaves((args, kwargs)), trial),
+        tuple(changed),
+    )
 
 
 def _as_forward(block: Any) -> Any:
@@ -153,12 +170,42 @@ def _fake(call: Call, model: nn.Module, mode: FakeTensorMode) -> tuple[Any, Any]
     return pytree.tree_unflatten(leaves, call.spec)
 
 
-def _fake_buffers(model: nn.Module, mode: FakeTensorMode) -> None:
-    """So that changes in place are seen and not kept."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = mode.from_tensor(buffer)
+def _ranges(call: Call, leaves: list[Any], env: ShapeEnv) -> dict[str, Range]:
+    """What the guards of the trial leave of each dynamic size."""
+    found: dict[str, Range] = {}
+    for x, dims in zip(leaves, call.dims, strict=True):
+        for dim, name in dims.items():
+            size = x.shape[dim]
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                limits = env.bound_sympy(size.node.expr)
+                low, high = found.get(name, (None, None))
+                high = _least(high, limits.upper)
+                found[name] = _most(low, limits.lower), high
+    return found
+
+
+def _places(call: Call, leaves: list[Any], trial: Trial) -> dict[str, str]:
+    """An equation about a size says more than a limit of it."""
+    guards = sorted(trial.guards, key=lambda g: type(g[0]).__name__ not in ("Equality", "Unequality"))
+    found: dict[str, str] = {}
+    for x, dims in zip(leaves, call.dims, strict=True):
+        for dim, name in dims.items():
+            symbols = x.shape[dim].node.expr.free_symbols if dim < x.dim() else set()
+            lines = [place for guard, place in guards if symbols & guard.free_symbols and place]
+            found.update({name: lines[0]} if lines else {})
+    return found
+
+
+def _least(known: int | None, upper: Any) -> int | None:
+    if not (upper.is_Integer and int(upper) < 2**31):
+        return known
+    return int(upper) if known is None else min(known, int(upper))
+
+
+def _most(known: int | None, lower: Any) -> int | None:
+    low = int(lower) if lower.is_Integer else 0
+    low = 0 if low <= 2 else low  # 2 stands for "neither 0 nor 1", which a graph does not ask for
+    return max(known or 0, low) or None
 
 
 def _watch_guards(env: ShapeEnv, trial: Trial) -> None:

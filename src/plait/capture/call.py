@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from plait.capture.preserve import on_meta
 from plait.errors import CaptureError
 from plait.program import Input
 
@@ -103,9 +104,9 @@ def _bind(model: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 
 def _device(model: torch.nn.Module) -> torch.device | None:
     """meta if the model has a meta tensor; else that of its first one."""
-    tensors = [*model.parameters(), *model.buffers()]
-    meta = [t for t in tensors if t.is_meta]
-    return next((t.device for t in meta or tensors), None)
+    if on_meta(model):
+        return torch.device("meta")
+    return next((t.device for t in (*model.parameters(), *model.buffers())), None)
 
 
 def _example(x: torch.Tensor, device: torch.device | None, dims: dict[int, str]) -> torch.Tensor:

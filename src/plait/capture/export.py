@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.export import ExportedProgram
 
 from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
-from plait.capture.preserve import preserved
+from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
+from plait.capture.refuse import explained, refuse_model
 from plait.capture.written import decompositions, prepare
 
 
-def export(
-    model: torch.nn.Module, call: Call, training: bool, *, blocks: bool = True
-) -> tuple[ExportedProgram, Blocks]:
+@dataclass(frozen=True)
+class Export:
+    program: ExportedProgram
+    call: Call  # with what the trial found of its dynamic sizes
+    blocks: Blocks
+    notes: tuple[str, ...] = ()
+
+
+def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool = True) -> Export:
     """`blocks`: export only one of several equal blocks."""
+    refuse_model(model, training)
     with torch.inference_mode(False), torch.set_grad_enabled(training):
-        proof = prove(model, call, training, blocks=blocks)
-        if proof.groups:
-            try:
-                return _export(model, call, training, proof)
-            except Exception:  # noqa: BLE001  the full export works, or has the better message
-                pass
-        return _export(model, call, training, Proof())
+        with explained():
+            proof = prove(model, call, training, blocks=blocks)
+        call = call.with_ranges(proof.ranges)
+        notes = _notes(proof)
+        with explained(proof.places):
+            if proof.groups:
+                try:
+                    return _export(model, call, training, proof, notes)
+                except Exception as error:  # the full export works, or has the better message
+                    notes += (f"every block was exported by itself: {error}",)
+            return _export(model, call, training, Proof(), notes)
+
+
+def _notes(proof: Proof) -> tuple[str, ...]:
+    found = [c for c in proof.changed if c.split(".")[-1] not in ("_buffers", "_parameters")]
+    return (f"forward sets {', '.join(found)}, which a compiled model does not",) if found else ()
 
 
 def _export(
-    model: torch.nn.Module, call: Call, training: bool, proof: Proof
-) -> tuple[ExportedProgram, Blocks]:
+    model: torch.nn.Module, call: Call, training: bool, proof: Proof, notes: tuple[str, ...]
+) -> Export:
     args, kwargs = call.example(model)
     with preserved(model), opaque(model, proof) as blocks:
+        if on_meta(model):
+            swap_tensors(model, to_meta)
         exported = torch.export.export(
             model, args, kwargs, dynamic_shapes=call.dynamic_shapes(), strict=False
         )
     prepare(exported.graph_module, training)
-    return exported.run_decompositions(decompositions()), blocks
+    return Export(exported.run_decompositions(decompositions()), call, blocks, notes)

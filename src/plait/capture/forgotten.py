@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from plait.errors import CaptureError
 
@@ -37,9 +40,30 @@ class Forgotten:
             seen |= new
             stack.extend(new)
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Reentrant checkpointing leaves no trace where no argument needs a gradient."""
+        function = torch.utils.checkpoint.CheckpointFunction
+        apply = function.__dict__.get("apply")
+        original = function.apply
+
+        def watched(*args: Any) -> Any:
+            self.hooked = True
+            return original(*args)
+
+        function.apply = staticmethod(watched)
+        try:
+            yield
+        finally:
+            if apply is None:
+                del function.apply
+            else:
+                function.apply = apply
+
     def refuse(self) -> None:
-        checkpoint = torch.utils.checkpoint.CheckpointFunction
-        if self.hooked or checkpoint in self.functions:
+        if not self.training:
+            return
+        if self.hooked:
             raise CaptureError(
                 "the model checkpoints its activations, which a captured graph cannot keep: switch "
                 "it off (model.gradient_checkpointing_disable() in transformers), or capture with "

@@ -13,25 +13,25 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from plait.capture.blocks import Blocks
 from plait.capture.call import Call
+from plait.capture.export import Export
 from plait.capture.splice import Splice
 from plait.errors import CaptureError
-from plait.program import Mutation, Output, Program, Weight, WeightKind
+from plait.program import Mutation, Output, Program, Size, Weight, WeightKind
 
 
 def lower(
-    model: torch.nn.Module,
-    exported: ExportedProgram,
-    blocks: Blocks,
-    call: Call,
-    training: bool,
+    model: torch.nn.Module, export: Export, call: Call, training: bool
 ) -> tuple[Program, dict[str, torch.Tensor]]:
     """Also the values of all buffers and constants that no call changes, by placeholder."""
+    exported = export.program
     _refuse_other_changes(exported)
-    weights = _Weights(model, exported, blocks)
+    _refuse_regions(exported.graph)
+    weights = _Weights(model, exported, export.blocks)
     graph = fx.Graph()
     weights.write(graph)
     inputs = _inputs(exported, call, graph, weights.env)
-    splice = Splice(graph, weights.env, blocks, weights.of_member)
+    names = {leaf: node.name for leaf, node in inputs.items()}
+    splice = Splice(graph, weights.env, export.blocks, weights.of_member)
     for node in exported.graph.nodes:
         if node.op not in ("placeholder", "output"):
             splice.copy(node)
@@ -39,15 +39,17 @@ def lower(
     program = Program(
         graph,
         tuple(weights.live),
-        call.inputs(inputs),
+        call.inputs(names),
         outputs,
         call.spec,
         exported.call_spec.out_spec,
         mutations=mutations,
         unused=tuple(weights.unused),
         training=training,
+        notes=export.notes,
+        sizes=_sizes(export.call, inputs),
     )
-    return program, weights.values(exported)
+    return program, weights.values()
 
 
 # -- weights -----------------------------------------------------------------------------------------
@@ -80,11 +82,19 @@ class _Weights:
             for s in exported.graph_signature.input_specs
             if s.kind in WEIGHTS
         }
+        # Within a proven block, constants are the numbers that its forward writes as tensors.
+        self.literals = {
+            str(s.target)
+            for s in exported.graph_signature.input_specs
+            if s.kind is InputKind.CONSTANT_TENSOR
+        }
         self.name_of = {node: name for name, node in self.exported.items()}
         self.leaders = {
             item.path: item.group.leader for run in blocks.runs for item in run.items
         }
         self.groups = list(_groups(model, exported))
+        specs = exported.graph_signature.output_specs
+        self.changed = {str(s.target) for s in specs if s.kind is OutputKind.BUFFER_MUTATION}
         self.env: dict[fx.Node, Any] = {}
         self.live: list[Weight] = []
         self.unused: list[Weight] = []
@@ -97,7 +107,7 @@ class _Weights:
             models = holders or [self.exported[n] for n in self._leader_names(group.names)]
             if not models:
                 continue
-            if not any(m.users for m in models):
+            if not any(m.users for m in models) and not self.changed & set(group.names):
                 self.unused += [group.weight(models[0].name)] if group.kind != "constant" else []
                 continue
             name = holders[0].name if holders else _placeholder_name(group)
@@ -109,19 +119,17 @@ class _Weights:
 
     def of_member(self, node: fx.Node, leader: str, member: str) -> fx.Node:
         name = self.name_of.get(node, "")
-        if not name.startswith(leader + "."):
+        if not name.startswith(leader + ".") or name in self.literals:
             return self.env[node]  # type: ignore[no-any-return]
         return self.node[member + name[len(leader) :]]
 
-    def values(self, exported: ExportedProgram) -> dict[str, torch.Tensor]:
-        specs = exported.graph_signature.output_specs
-        changed = {str(s.target) for s in specs if s.kind is OutputKind.BUFFER_MUTATION}
+    def values(self) -> dict[str, torch.Tensor]:
         return {
             self.node[g.names[0]].name: g.tensor.detach()
             for g in self.groups
             if g.names[0] in self.node
             and g.kind != "parameter"
-            and not (g.tensor.requires_grad or g.tensor.is_meta or changed & set(g.names))
+            and not (g.tensor.requires_grad or g.tensor.is_meta or self.changed & set(g.names))
         }
 
     def _leader_names(self, names: Iterable[str]) -> Iterator[str]:
@@ -160,7 +168,18 @@ def _named_tensors(
         yield name, buffer, "buffer"
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            yield str(spec.target), exported.constants[str(spec.target)], "constant"
+            name = str(spec.target)
+            yield name, _attribute(model, name, exported.constants[name]), "constant"
+
+
+def _attribute(model: torch.nn.Module, name: str, default: torch.Tensor) -> torch.Tensor:
+    """The model's own tensor of that name; a number that forward writes as a tensor has none."""
+    path, _, last = name.rpartition(".")
+    try:
+        found = getattr(model.get_submodule(path), last, None)
+    except AttributeError:
+        found = None
+    return found if isinstance(found, torch.Tensor) else default
 
 
 def _identity(tensor: torch.Tensor) -> Any:
@@ -174,18 +193,18 @@ def _identity(tensor: torch.Tensor) -> Any:
 
 def _inputs(
     exported: ExportedProgram, call: Call, graph: fx.Graph, env: dict[fx.Node, Any]
-) -> dict[int, str]:
-    """A placeholder for each leaf of the call that is a tensor; its name by the leaf's number."""
+) -> dict[int, fx.Node]:
+    """A placeholder for each leaf of the call that is a tensor, by the leaf's number."""
     nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
     specs = exported.graph_signature.input_specs
     names = [s.arg.name for s in specs if s.kind is InputKind.USER_INPUT]
     order = call.order(exported.call_spec.in_spec)
-    found: dict[int, str] = {}
+    found: dict[int, fx.Node] = {}
     for leaf, name in sorted(zip(order, names, strict=True)):
         if isinstance(call.leaves[leaf][1], torch.Tensor):
             new = env[nodes[name]] = graph.placeholder(name)
             new.meta["val"] = nodes[name].meta["val"]
-            found[leaf] = new.name
+            found[leaf] = new
     return found
 
 
@@ -222,6 +241,33 @@ def _refuse_other_changes(exported: ExportedProgram) -> None:
             f"forward changes in place: {', '.join(found)}; only buffers may change: "
             "write x = x + 1 for x += 1, or x.clone() first"
         )
+
+
+def _refuse_regions(graph: fx.Graph) -> None:
+    regions = [n for n in graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
+    if regions:
+        found = ", ".join(f"{n.target} at {_last_line(n)}" for n in regions)
+        raise CaptureError(
+            f"{found}: a graph within the graph is not supported; compute both cases and choose "
+            "with torch.where, or write a loop of fixed length"
+        )
+
+
+def _last_line(node: fx.Node) -> str:
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    return lines[-2].strip() if len(lines) > 1 else node.name
+
+
+def _sizes(call: Call, inputs: dict[int, fx.Node]) -> tuple[Size, ...]:
+    """Name and symbol of each dynamic size."""
+    found: dict[str, Size] = {}
+    for leaf, node in inputs.items():
+        for dim, name in call.dims[leaf].items():
+            size = node.meta["val"].shape[dim]
+            if isinstance(size, torch.SymInt):
+                low, high = call.ranges[name]
+                found[name] = Size(name, str(size.node.expr), low or 0, high)
+    return tuple(found.values())
 
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch
 from torch import nn
 
@@ -60,6 +61,24 @@ def _same(a: Any, b: Any) -> bool:
         k is m and v is w if isinstance(k, str) else k == m and v is w
         for (k, v), (m, w) in zip(left, right, strict=True)
     )
+
+
+def swap_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Parameters, buffers and tensor attributes replaced; to be used within `preserved`."""
+    for module in model.modules():
+        for holder in (module._parameters, module._buffers, module.__dict__):
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor):
+                    holder[name] = change(value)
+
+
+def on_meta(model: nn.Module) -> bool:
+    return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A buffer with data in a model without; its value is folded, its place in the trace is meta."""
+    return tensor if tensor.is_meta else tensor.to("meta")
 
 
 @contextlib.contextmanager

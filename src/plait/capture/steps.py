@@ -32,8 +32,8 @@ def capture(
     `blocks=False` exports every block of the model instead of one of each kind: slower, the same.
     """
     call = Call.of(model, tuple(args), dict(kwargs or {}), dynamic)
-    exported, spliced = export(model, call, training, blocks=blocks)
-    clean(exported.graph, training)
-    program, values = lower(model, exported, spliced, call, training)
+    exported = export(model, call, training, blocks=blocks)
+    clean(exported.program.graph, training)
+    program, values = lower(model, exported, call, training)
     program = recognise_masks(fold(program, values))
     return write_out_attention_dropout(program) if training else program

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from plait.capture.forgotten import Forgotten
+from plait.capture.refuse import user_place
 
 Entry = tuple[Any, ...]
 Forward = Callable[..., Any]
@@ -147,6 +148,7 @@ class Trial(TorchFunctionMode):
         self.by_module = {id(m): (k, p) for k in kinds for p, m in k.members.items()}
         self.visits: list[Visit] = []
         self.frame: Frame | None = None
+        self.guards: list[tuple[Any, str]] = []  # with the line that asks
         self._computed = True
         self._handed_out: dict[int, tuple[int, torch.Tensor]] = {}  # by id: visit, tensor
 
@@ -198,6 +200,7 @@ class Trial(TorchFunctionMode):
         return self._walk(frame, entry, lambda: func(*args, **kwargs))
 
     def guard(self, expression: Any, result: Any) -> None:
+        self.guards.append((expression, user_place()))
         if self.frame is not None:
             self._walk(self.frame, ("guard", expression, bool(result)), lambda: None)
 

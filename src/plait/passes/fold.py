@@ -29,7 +29,17 @@ def fold(program: Program, values: dict[str, torch.Tensor]) -> Program:
     for node in list(program.graph.nodes):
         folder.visit(node)
     folder.store()
-    return drop_unused(program.with_(constants=folder.constants))
+    program = drop_unused(program.with_(constants=folder.constants))
+    return program.with_(folded=_loadable_values(program, values))
+
+
+def _loadable_values(program: Program, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Buffers of the state dict whose values now stand in constants: they can no longer change."""
+    return {
+        w.name: values[w.node].detach().cpu().clone()
+        for w in program.unused
+        if w.kind == "buffer" and w.persistent and w.node in values
+    }
 
 
 def drop_unused(program: Program) -> Program:
@@ -37,16 +47,20 @@ def drop_unused(program: Program) -> Program:
     graph = program.graph
     graph.eliminate_dead_code()
     live, dead = [], []
+    weights = {w.node for w in program.weights}
+    changed = {m.weight for m in program.mutations}
     for node in list(graph.nodes):
         if node.op == "placeholder":
-            if not node.users and any(w.node == node.name for w in program.weights):
+            if not node.users and node.name in weights - changed:
                 dead.append(node.name)
                 graph.erase_node(node)
         elif node.op == "get_attr":
             live.append(str(node.target))
     return program.with_(
         weights=tuple(w for w in program.weights if w.node not in dead),
-        unused=program.unused + tuple(w for w in program.weights if w.node in dead),
+        unused=program.unused + tuple(
+            w for w in program.weights if w.node in dead and w.kind != "constant"
+        ),
         constants={name: program.constants[name] for name in live},
     )
 
@@ -154,7 +168,7 @@ def evaluate(node: fx.Node, args: Any, kwargs: dict[str, Any], sizes: Any = None
         large = sizes is not None and math.prod(sizes) * val.element_size() > MAX_BYTES
         if large and target not in VIEWS:
             return None
-        value = target(*args, **kwargs)  # type: ignore[operator]
+        value = RELAID.get(target, target)(*args, **kwargs)
     return spread(value) if isinstance(value, torch.Tensor) and target not in VIEWS else value
 
 
@@ -272,6 +286,11 @@ VIEWS = {
     aten.select.int,
     aten.permute.default,
     aten.transpose.int,
+}
+# A spread value has other strides than the one that was captured: a view of it may need a copy.
+RELAID: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
 }
 ELEMENTWISE = {aten._to_copy.default, aten.clone.default, aten.masked_fill.Scalar}
 FILLS: dict[Any, Callable[[Any], Any]] = {

@@ -65,6 +65,11 @@ class Agreement:
         drawn = int(torch.randint(2**62, ()))
         return torch.tensor(self.broadcast("seed", drawn))
 
+    def covers(self, *groups: dist.ProcessGroup) -> None:
+        """Parts of the group: their collectives are released too when a rank fails."""
+        if self._watch is not None:
+            self._watch.covers(*groups)
+
     def meet(self, what: str, timeout: float = 30.0) -> None:
         """All ranks must come within `timeout` seconds, else RankError names who did not."""
         if self._watch is not None:

@@ -22,6 +22,7 @@ from plait.rules.moves import Cut, Step, only_own
 from plait.runtime import checkpoint
 from plait.runtime.agree import Agreement
 from plait.runtime.executor import Executable
+from plait.runtime.places import Places
 from plait.runtime.transport import Transport
 from plait.runtime.weights import Tensors, locate
 
@@ -36,6 +37,7 @@ class Holdings:
     shares: dict[str, Share]
     tensors: dict[str, Tensor]
     unused: dict[str, Weight]
+    stages: Places | None = None  # of a pipeline: `tensors` are those of this rank's stages
 
     def weights(self) -> Iterator[tuple[Weight, Cut | None]]:
         for share in self.shares.values():
@@ -76,6 +78,7 @@ class Compiled(nn.Module):
         state["_places"] = {
             weight.name: _register(self, weight, holdings.tensors.pop(weight.name))
             for weight, _ in holdings.weights()
+            if weight.name in holdings.tensors
         }
         nn.Module.train(self, mode)
 
@@ -144,11 +147,23 @@ class Compiled(nn.Module):
             for name in self._state_names:
                 weight, cut = by_name[name]
                 if weight.name not in whole:
-                    value = self._whole(live[weight.name].detach(), cut)
-                    keep = not rank0_only or self._transport.rank == 0
+                    value = self._everywhere(weight, cut, live.get(weight.name))
+                    assert value is not None
+                    keep = not rank0_only or self._is_first
                     whole[weight.name] = value.cpu().clone() if keep else value.new_empty(0)
                 out[name] = whole[weight.name]
-        return out if not rank0_only or self._transport.rank == 0 else {}
+        return out if not rank0_only or self._is_first else {}
+
+    @property
+    def _is_first(self) -> bool:
+        stages = self._holdings.stages
+        return self._transport.rank == 0 and (stages is None or stages.place == 0)
+
+    def _everywhere(self, weight: Weight, cut: Cut | None, part: Tensor | None) -> Tensor | None:
+        """The whole of a weight, or of its gradient, on every rank; None where there is none."""
+        whole = None if part is None else self._whole(part.detach(), cut)
+        stages = self._holdings.stages
+        return whole if stages is None else stages.share(weight, whole)
 
     def _whole(self, part: Tensor, cut: Cut | None) -> Tensor:
         if cut is None:
@@ -164,8 +179,9 @@ class Compiled(nn.Module):
             source = Tensors(state) if strict else Tensors(_known(state, weights))
             loading = locate(_within(weights, state, strict), source=source)
             rank = self._transport.rank
-            parts = {w.name: part_of(w, cut, rank) for w, cut in self._holdings.weights()}
             live = self._live()
+            held = [(w, cut) for w, cut in self._holdings.weights() if w.name in live]
+            parts = {w.name: part_of(w, cut, rank) for w, cut in held}
             for name, value in loading.load(parts).items():
                 live[name].copy_(value)
         return nn.modules.module._IncompatibleKeys([], [])
@@ -178,10 +194,9 @@ class Compiled(nn.Module):
             for weight, cut in self._holdings.weights():
                 if weight.kind != "parameter":
                     continue
-                grad = live[weight.name].grad
-                out[weight.name] = (
-                    None if grad is None else self._whole(grad, cut).to(device).clone()
-                )
+                own = live[weight.name].grad if weight.name in live else None
+                grad = self._everywhere(weight, cut, own)
+                out[weight.name] = None if grad is None else grad.to(device).clone()
         return {n: out[n] for n in self._parameter_order() if n in out}
 
     def _parameter_order(self) -> list[str]:
@@ -195,7 +210,7 @@ class Compiled(nn.Module):
         self._agreement.meet("save")
         state = self.state_dict(rank0_only=True)
         with self._agreement.step("save"):
-            if self._transport.rank == 0:
+            if self._is_first:
                 specs = {n: checkpoint.Spec(tuple(t.shape), t.dtype) for n, t in state.items()}
                 checkpoint.write(Path(folder), specs, state.values())
 
@@ -204,13 +219,21 @@ class Compiled(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over the whole model; equal on every rank."""
         grads = []
-        live = self._live()
+        live, stages = self._live(), self._holdings.stages
         for weight, cut in self._holdings.weights():
-            grad = live[weight.name].grad
+            grad = live[weight.name].grad if weight.name in live else None
             if weight.kind == "parameter" and grad is not None:
-                grads.append((grad, _counted(grad, cut, self._transport.rank)))
+                counts = stages is None or stages.counts(weight.name)
+                grads.append((grad, _counted(grad, cut, self._transport.rank) if counts else None))
         with self._agreement.guard("clip_grad_norm_"), torch.no_grad():
-            total = _norm([own for _, own in grads], float(norm_type), self._transport)
+            dtypes = {w.dtype for w, _ in self._holdings.weights() if w.kind == "parameter"}
+            zero = torch.zeros(
+                (),
+                dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
+                device=grads[0][0].device if grads else "cpu",
+            )
+            own = [part for _, part in grads if part is not None]
+            total = _norm(own, float(norm_type), zero, self._transport, stages)
             scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
             for grad, _ in grads:
                 grad.mul_(scale.to(grad.dtype))
@@ -235,7 +258,8 @@ def _register(root: nn.Module, weight: Weight, value: Tensor) -> Callable[[], Te
     """Put a weight where the model has it, under all its names; returns how to read it there."""
     if weight.kind == "constant":
         return lambda: value
-    for name in reversed(weight.names):
+    places = []
+    for name in weight.names:
         *path, last = name.split(".")
         at = root
         for part in path:
@@ -249,8 +273,9 @@ def _register(root: nn.Module, weight: Weight, value: Tensor) -> Callable[[], Te
             at.register_parameter(last, value)
         else:
             at.register_buffer(last, value, persistent=weight.persistent)
-    table = at._parameters if weight.kind == "parameter" else at._buffers
-    return partial(_read, table, last)
+        table = at._parameters if weight.kind == "parameter" else at._buffers
+        places.append(partial(_read, table, last))
+    return places[0]
 
 
 def _read(table: dict[str, Any], name: str) -> Tensor:
@@ -291,16 +316,19 @@ def _counted(grad: Tensor, cut: Cut | None, rank: int) -> Tensor | None:
     return only_own(grad, cut, rank)
 
 
-def _norm(own: Sequence[Tensor | None], p: float, transport: Transport) -> Tensor:
-    parts = [g for g in own if g is not None]
-    device = parts[0].device if parts else torch.device("cpu")
+def _norm(
+    own: Sequence[Tensor], p: float, zero: Tensor, transport: Transport, stages: Places | None
+) -> Tensor:
+    """`zero`: of the dtype to sum in, the same on every rank, also where it counts nothing."""
     if p == float("inf"):
-        peaks = [g.abs().max().float() for g in parts if g.numel()]
-        top = torch.stack([x.to(device) for x in peaks]).max() if peaks else torch.zeros(())
-        return transport.run(Step("all_reduce", "max"), top.to(device), None, "native")
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in parts) else torch.float32
-    total = torch.zeros((), dtype=wide, device=device)
-    for g in parts:
-        total = total + torch.linalg.vector_norm(g.to(wide), p) ** p
+        top = zero
+        for g in own:
+            top = torch.maximum(top, g.abs().max().to(zero)) if g.numel() else top
+        top = transport.run(Step("all_reduce", "max"), top, None, "native")
+        return top if stages is None else stages.total(top, "max")
+    total = zero
+    for g in own:
+        total = total + torch.linalg.vector_norm(g.to(zero.dtype), p).to(zero) ** p
     total = transport.run(Step("all_reduce"), total, None, "native")
+    total = total if stages is None else stages.total(total, "sum")
     return total ** (1.0 / p)

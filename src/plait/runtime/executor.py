@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from plait.passes.partition import Local
 from plait.plan.planner import Planned
 from plait.program import Program
+from plait.rules.moves import take
 from plait.runtime.graphs import Replay
 from plait.runtime.streams import Beside, halves
 from plait.runtime.transport import MoveModule, Transport
@@ -35,7 +36,13 @@ class Executable:
     def __call__(self, weights: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor) -> Any:
         """The user's outputs; mutated buffers in `weights` take their new values."""
         program = self.planned.program
-        feed = [weights[share.weight.name] for share in self.local.shares]
+        changed = {m.weight for m in program.mutations}
+        feed = [
+            # what the call changes afterwards, autograd may have kept for the way back
+            value.clone() if share.weight.node in changed else value
+            for share in self.local.shares
+            for value in [weights[share.weight.name]]
+        ]
         feed += [
             x.to(self.device)
             for x, i in zip(leaves, program.inputs, strict=True)
@@ -43,11 +50,15 @@ class Executable:
         ]
         if self.local.seeded:
             feed.append(seed)
-        flat = self._run(feed)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and program.training):
+            flat = self._run(feed)
         with torch.no_grad():
-            by_node = {share.weight.node: share.weight.name for share in self.local.shares}
+            by_node = {share.weight.node: share for share in self.local.shares}
             for mutation in program.mutations:
-                weights[by_node[mutation.weight]].copy_(flat[mutation.index])
+                share, value = by_node[mutation.weight], flat[mutation.index]
+                if share.cut is not None:  # outputs are whole; this rank keeps its rows
+                    value = take(value, share.cut.dim, share.cut.rows[self.local.rank])
+                weights[share.weight.name].copy_(value)
         values = [o.value if o.index is None else flat[o.index] for o in program.outputs]
         return pytree.tree_unflatten(values, program.out_spec)
 

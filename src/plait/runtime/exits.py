@@ -47,9 +47,6 @@ class Neighbour:
                 return status
             time.sleep(_TICK)
 
-    def alive(self) -> bool:
-        return _state(self.pid)[:1] not in (["Z"], ["X"], [])
-
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)

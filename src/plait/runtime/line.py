@@ -8,7 +8,7 @@ connection, however it dies, and the kernel's keepalive closes the one to a host
     {"say": "welcome", "rank": 0}                    the hub's answer, when all have come
     {"say": "come", "rank": 1, "round": 7, "what": "save", "value": ...}    to a meeting
     {"say": "failed", "rank": 1, "text": "ValueError: ..."}
-    {"say": "left", "rank": 1}                       goodbye: what follows is no failure
+    {"say": "left", "rank": 1, "ending": true}       goodbye, by a process that ends or one that goes on
 
 The hub passes on what it hears. The first failure heard is the one that everybody names, since the
 others follow from it.
@@ -68,6 +68,7 @@ class Line:
         self.changed = threading.Condition()
         self.failure: Failure | None = None
         self.left: set[int] = set()
+        self.ending: set[int] = set()
         self.rounds: dict[int, dict[int, Message]] = {}
         self._peers: dict[socket.socket, int] = {}
         self._sending = threading.Lock()
@@ -94,17 +95,22 @@ class Line:
         """Tell everybody, this rank included."""
         self._hear({"say": kind, "rank": self.rank, **message})
 
-    def close(self) -> None:
-        """Say goodbye and let go of the connections. Safe to call twice, and at exit."""
+    def close(self, ending: bool = False) -> None:
+        """Say goodbye and let go of the connections. Safe to call twice, and at exit.
+
+        A process that is `ending` leaves its connections to the kernel, which closes them when its
+        exit status is known.
+        """
         if self._closed:
             return
         self._closed = True
-        self.say("left")
+        self.say("left", ending=ending)
         self._waker.close()
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join(SEND)
-        for each in (*self._peers, self._woken):
-            each.close()
+        if not ending:
+            for each in (*self._peers, self._woken):
+                each.close()
         for neighbour in self._neighbours.values():
             neighbour.close()
 
@@ -118,6 +124,8 @@ class Line:
                 failure = self.failure = Failure(message["rank"], message["text"])
             elif message["say"] == "left":
                 self.left.add(message["rank"])
+                if message["ending"]:
+                    self.ending.add(message["rank"])
             elif message["say"] == "come":
                 self.rounds.setdefault(message["round"], {})[message["rank"]] = message
             self.changed.notify_all()
@@ -157,14 +165,14 @@ class Line:
 
     def _lost(self, rank: int) -> None:
         """The connection to `rank` is closed: after a goodbye, or because its process ended."""
-        neighbour = self._neighbours.get(rank)
         goodbye = rank in self.left
-        if goodbye and (neighbour is None or neighbour.alive()):
+        if goodbye and rank not in self.ending:
             return
+        neighbour = self._neighbours.get(rank)
         status = neighbour.status(OBITUARY) if neighbour else None
         if status == 0 or (goodbye and status is None):
             if not goodbye:
-                self._hear({"say": "left", "rank": rank})
+                self._hear({"say": "left", "rank": rank, "ending": True})
             return
         how = (
             describe(status)

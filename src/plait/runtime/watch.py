@@ -12,6 +12,7 @@ docs/failures.md tells the whole story.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -54,7 +55,9 @@ class Watch:
         self._releaser = _Releaser(self._line, device)
         self.covers(self._group)
         self._line.start()
-        self._end = weakref.finalize(self, _goodbye, self._line)
+        self._end = weakref.finalize(self, self._line.close)
+        self._end.atexit = False
+        atexit.register(_at_exit, weakref.ref(self._line))
 
     def __enter__(self) -> Watch:
         return self
@@ -144,6 +147,8 @@ class Watch:
             line.rounds.pop(number) if not absent else None
         if not absent:
             return self._agreed(come)
+        if line.ending.intersection(left):  # its exit status may still come
+            self._hearsay()
         self.check(what)
         if in_time:
             raise RankError(f"{what}: {_ranks(left)} ended before coming to it")
@@ -161,12 +166,16 @@ class Watch:
     def _cause(self) -> Failure | None:
         """The failure of another rank behind an error here; waits a little to hear of it."""
         line = self._line
-        with line.changed:
-            line.changed.wait_for(lambda: line.failure or line.left, HEARSAY)
-            if line.failure is not None or not line.left:
-                return line.failure
-            rank = min(line.left)
+        self._hearsay()
+        if line.failure is not None or not line.left:
+            return line.failure
+        rank = min(line.left)
         return Failure(rank, line.name(rank, "ended while others worked"))
+
+    def _hearsay(self) -> None:
+        """Wait a little for the news of a failure."""
+        with self._line.changed:
+            self._line.changed.wait_for(lambda: self._line.failure, HEARSAY)
 
 
 class _Releaser:
@@ -236,13 +245,15 @@ def _connect(group: dist.ProcessGroup) -> Line:
     return open_member(everybody, rank, addresses, token)
 
 
-def _goodbye(line: Line) -> None:
-    """At the end of the watch or of the process; an uncaught exception is told, not a goodbye."""
-    error = getattr(sys, "last_value", None)
-    if error is not None and not hasattr(sys, "ps1"):
-        text = f"failed: {type(error).__name__}: {error}"
-        line.say("failed", text=line.name(line.rank, text))
-    line.close()
+def _at_exit(ref: weakref.ref[Line]) -> None:
+    """A process that ends without a goodbye; an uncaught exception is told to the others."""
+    line = ref()
+    if line is not None:
+        error = getattr(sys, "last_value", None)
+        if error is not None and not hasattr(sys, "ps1"):
+            text = f"failed: {type(error).__name__}: {error}"
+            line.say("failed", text=line.name(line.rank, text))
+        line.close(ending=True)
 
 
 def _ranks(ranks: list[int]) -> str:

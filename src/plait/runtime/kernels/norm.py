@@ -34,13 +34,14 @@ Kind = Literal["none", "rms", "rms_rounded", "layer"]
 def normalise(row, weight, bias, keep, width, eps, dtype: tl.constexpr, KIND: tl.constexpr):
     """`row`, `weight` and `bias` are fp32 of one row; lanes outside `keep` hold 0."""
     if KIND == "layer":
-        centred = tl.where(keep, row - tl.sum(row, axis=0) / width, 0.0)
-        scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / width + eps)
-        return centred * scale * weight + bias
-    scaled = row * tl.rsqrt(tl.sum(row * row, axis=0) / width + eps)
+        row = tl.where(keep, row - tl.sum(row, axis=0) / width, 0.0)
+    row *= tl.rsqrt(tl.sum(row * row, axis=0) / width + eps)
     if KIND == "rms_rounded":
-        scaled = scaled.to(dtype).to(tl.float32)
-    return scaled * weight
+        row = row.to(dtype).to(tl.float32)
+    row *= weight
+    if KIND == "layer":
+        row += bias
+    return row
 
 
 @triton.jit
@@ -58,9 +59,9 @@ def residual_norm_row(
     if residual is not None:
         row = (row.to(tl.float32) + residual).to(dtype)
         tl.store(residual_out + start + cols, row, mask=keep)
-    if KIND == "none":
-        return row
-    return normalise(row.to(tl.float32), weight, bias, keep, width, eps, dtype, KIND).to(dtype)
+    if KIND != "none":
+        row = normalise(row.to(tl.float32), weight, bias, keep, width, eps, dtype, KIND).to(dtype)
+    return row
 
 
 @triton.jit

@@ -1,0 +1,245 @@
+"""What cannot be captured, said before or after the attempt in the user's own terms."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.utils import _pytree as pytree
+
+from plait.errors import CaptureError, PlaitError
+
+# -- before ----------------------------------------------------------------------------------------------
+
+
+def refuse_model(model: nn.Module, training: bool) -> None:
+    """Hooks, wrappers and weights that a graph cannot express; all offenders at once."""
+    found = [*_wrappers(model), *_hooks(model, training), *_odd_weights(model)]
+    if found:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured as it is: {'; '.join(found)}"
+        )
+
+
+def _wrappers(model: nn.Module) -> Iterator[str]:
+    wrappers = {
+        nn.DataParallel: "pass model.module",
+        nn.parallel.DistributedDataParallel: "pass model.module",
+        torch.jit.ScriptModule: "pass the module that it was scripted from",
+    }
+    for name, module in model.named_modules():
+        for cls, advice in wrappers.items():
+            if isinstance(module, cls):
+                yield f"{name or 'the model'} is a {cls.__name__}: {advice}"
+
+
+def _hooks(model: nn.Module, training: bool) -> Iterator[str]:
+    kinds = ["_forward_pre_hooks", "_forward_hooks"]
+    kinds += ["_backward_pre_hooks", "_backward_hooks"] if training else []
+    everywhere = [k for k in kinds if getattr(nn_module, f"_global{k}", None)]
+    found = [
+        f"{name or 'the model'} ({_title(hook)})"
+        for name, m in model.named_modules()
+        for kind in kinds
+        for hook in getattr(m, kind, {}).values()
+    ] + [f"every module (torch.nn.modules.module._global{k})" for k in everywhere]
+    if training:
+        found += [
+            f"{name} (a hook on its gradient)"
+            for name, p in model.named_parameters()
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        ]
+    if found:
+        yield (
+            f"hooks on {', '.join(found)} would be left out: remove them, or write what they do "
+            "into forward (torch.nn.utils.parametrizations has weight_norm and spectral_norm "
+            "without hooks)"
+        )
+
+
+def _title(hook: Any) -> str:
+    hook = getattr(hook, "func", hook)
+    return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def _odd_weights(model: nn.Module) -> Iterator[str]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [n for n, t in tensors if isinstance(t, nn.parameter.UninitializedTensorMixin)]
+    if lazy:
+        yield f"{', '.join(lazy)} have no shape yet: call the model once"
+    odd = [
+        f"{name} ({type(t).__name__})"
+        for name, t in tensors
+        if type(t) not in (torch.Tensor, nn.Parameter) and name not in lazy
+    ]
+    if odd:
+        yield (
+            f"{', '.join(odd)} are tensor subclasses, which have no ATen form: use plain tensors "
+            "(a quantised model: dequantise it; a sharded one: pass the unsharded model)"
+        )
+    yield from _overlaps(tensors)
+
+
+def _overlaps(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    """Two parameters that share memory without being one tensor."""
+    by_storage: dict[int, dict[Any, str]] = {}
+    for name, t in tensors:
+        lazy = isinstance(t, nn.parameter.UninitializedTensorMixin)
+        if isinstance(t, nn.Parameter) and not lazy and t.layout is torch.strided and t.numel():
+            views = by_storage.setdefault(t.untyped_storage()._cdata, {})
+            views.setdefault((t.storage_offset(), t.shape, t.stride()), name)
+    shared = [" and ".join(v.values()) for v in by_storage.values() if len(v) > 1]
+    if shared:
+        yield f"{', '.join(shared)} are different views of one memory: make them one, or copies"
+
+
+# -- the outputs -----------------------------------------------------------------------------------------
+
+
+def refuse_outputs(outputs: Any) -> None:
+    """`outputs`: of the trial. Caches, and objects whose tensors are out of sight."""
+    caches = _cache_classes()
+    found = pytree.tree_flatten_with_path(outputs, is_leaf=lambda x: isinstance(x, caches))[0]
+    wrong = [(f"{_named(path)} is of type {type(x).__name__}", x) for path, x in found if not _known(x)]
+    if not wrong:
+        return
+    advice = (
+        "call it with use_cache=False"
+        if any(isinstance(x, caches) for _, x in wrong)
+        else "return tensors, numbers, None, and lists, tuples or dicts of them"
+    )
+    raise CaptureError(f"the output {', '.join(text for text, _ in wrong)}: {advice}")
+
+
+def _known(x: Any) -> bool:
+    plain = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return isinstance(x, plain + symbolic) or isinstance(x, (torch.dtype, torch.device))
+
+
+def _cache_classes() -> tuple[type, ...]:
+    found = sys.modules.get("transformers.cache_utils")
+    return (found.Cache,) if found is not None else ()
+
+
+def _named(path: Any) -> str:
+    return pytree.keystr(path).strip("[]'\"") if path else "of forward"
+
+
+# -- after -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def explained(places: Mapping[str, str] | None = None) -> Iterator[None]:
+    """What torch raises becomes a CaptureError with the user's line; what it logs is kept quiet.
+
+    `places`: the lines that ask about each dynamic size.
+    """
+    with _quiet():
+        try:
+            yield
+        except PlaitError:
+            raise
+        except Exception as error:
+            raise CaptureError(_explain(error, places or {})) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns, logs, and writes the graph so far to stderr."""
+    loggers = [logging.getLogger(n) for n in ("torch", "torch.fx", "torch._subclasses")]
+    names = [n for n in logging.root.manager.loggerDict if n.startswith("torch.")]
+    loggers += [logging.getLogger(n) for n in names]
+    before = [(logger, logger.disabled) for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, disabled in before:
+            logger.disabled = disabled
+
+
+def _explain(error: BaseException, places: Mapping[str, str]) -> str:
+    text = str(error)
+    place = user_line(error)
+    if "data-dependent" in text or "DataDependent" in type(error).__name__:
+        return (
+            f"{place}what runs depends on the value of a tensor, which no graph can keep. Pass the "
+            "value as a Python number, or compute both cases and choose with torch.where"
+        )
+    if "Constraints violated" in text:
+        return _constraints(text, places)
+    if ".numpy() is not supported" in text:
+        return f"{place}the tensor leaves torch here; only torch operators can be captured"
+    lines = [line for line in text.splitlines() if line.strip()]
+    return f"{place}{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _constraints(text: str, places: Mapping[str, str]) -> str:
+    """torch's suggested fixes, in the words of `dynamic=`."""
+    fixes = re.findall(r"^  (\w+) = (.+)$", text, re.MULTILINE)
+    found = []
+    for name, fix in fixes:
+        place = f" ({places[name]})" if name in places else ""
+        if fix.isdigit():
+            found.append(f"{name!r} can only be {fix}{place}: leave it out of dynamic=")
+        elif (multiple := re.fullmatch(r"(\d+)\*_?\w+", fix)) is not None:
+            found.append(f"{name!r} has to be a multiple of {multiple[1]}{place}, which is not supported")
+        elif fix in dict(fixes) or re.fullmatch(r"\w+", fix):
+            found.append(f"{name!r} is always equal to {fix!r}{place}: give them one name")
+        else:
+            found.append(f"{name!r} is limited{place}: {fix}")
+    return "dynamic=: " + ("; ".join(found) or text.splitlines()[0])
+
+
+def user_line(error: BaseException) -> str:
+    """"file:line: `code`: " of the innermost frame that is neither torch's nor ours."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    for link in reversed(chain):
+        for frame, line in reversed(list(traceback.walk_tb(link.__traceback__))):
+            if is_user_file(frame.f_code.co_filename):
+                return _spell(frame.f_code.co_filename, line)
+    return ""
+
+
+def user_place() -> str:
+    """The same of the code that runs now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return _spell(frame.f_code.co_filename, frame.f_lineno).rstrip(": ")
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def is_user_file(name: str) -> bool:
+    return not name.startswith(OURS) and not name.startswith("<frozen") and "<eval" not in name
+
+
+def _spell(name: str, line: int) -> str:
+    code = linecache.getline(name, line).strip()
+    return f"{name}:{line}: " + (f"`{code}`: " if code else "")
+
+
+OURS = tuple(
+    os.path.dirname(path) + os.sep
+    for path in (torch.__file__, os.path.dirname(__file__), contextlib.__file__)
+)

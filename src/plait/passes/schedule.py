@@ -1,0 +1,261 @@
+"""Schedules of a pipeline, as data: what every place does, in order.
+
+    2F0     stage 2, forward of micro-batch 0
+    2B0     its backward
+
+A place is one group of ranks; stage s lives at place s % places, so with more stages than places
+the stages are interleaved. A schedule is spelled a line a place and read back by `parse`; `check`
+proves that it runs to its end, and `draw` shows it:
+
+    gpipe          0F0 0F1 0F2 ... 0B0 0B1 0B2      all forwards first: every activation is kept
+    1f1b           at most `places - s` micro-batches are open in stage s
+    interleaved    the same with two stages a place: half the bubble, twice the messages
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from plait.errors import ScheduleError
+
+BACKWARD = 2.0  # times the forward: gradients of inputs and of weights are a product each
+
+
+@dataclass(frozen=True)
+class Action:
+    stage: int
+    kind: str  # F | B
+    piece: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.piece}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        found = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        if found is None:
+            raise ScheduleError(f"{text!r} is no action; one reads like 2F0 or 2B0")
+        return cls(int(found[1]), found[2], int(found[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    stages: int
+    pieces: int
+    places: tuple[tuple[Action, ...], ...]
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, actions)) for actions in self.places)
+
+    @property
+    def training(self) -> bool:
+        return any(a.kind == "B" for actions in self.places for a in actions)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When every action runs, and how many micro-batches a stage has open at most."""
+
+    start: dict[Action, float]
+    end: dict[Action, float]
+    open: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.end.values(), default=0.0)
+
+
+def parse(text: str, stages: int) -> Schedule:
+    places = tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines())
+    pieces = 1 + max((a.piece for actions in places for a in actions), default=0)
+    found = Schedule(stages, pieces, places)
+    check(found)
+    return found
+
+
+def make(name: str, places: int, pieces: int, training: bool = True) -> Schedule:
+    """A schedule by its name; without training it has no backward."""
+    stages = places * STAGES_A_PLACE[name]
+    if not training:
+        order = [(s, k) for k in range(pieces) for s in range(stages)]
+        lines = (tuple(Action(s, "F", k) for s, k in order if s % places == p) for p in range(places))
+        found = Schedule(stages, pieces, tuple(lines))
+    else:
+        found = SCHEDULES[name](places, stages, pieces)
+    check(found)
+    return found
+
+
+def _gpipe(places: int, stages: int, pieces: int) -> Schedule:
+    return Schedule(
+        stages,
+        pieces,
+        tuple(
+            tuple(Action(p, kind, k) for kind in "FB" for k in range(pieces)) for p in range(places)
+        ),
+    )
+
+
+def _one_forward_one_backward(places: int, stages: int, pieces: int) -> Schedule:
+    return Schedule(
+        stages, pieces, tuple(_steady(p, pieces, places - p) for p in range(places))
+    )
+
+
+def _steady(stage: int, pieces: int, ahead: int) -> tuple[Action, ...]:
+    """`ahead` forwards, then a backward after each forward."""
+    ahead = min(ahead, pieces)
+    out = [Action(stage, "F", k) for k in range(ahead)]
+    for k in range(pieces):
+        out.append(Action(stage, "B", k))
+        if ahead + k < pieces:
+            out.append(Action(stage, "F", ahead + k))
+    return tuple(out)
+
+
+def _interleaved(places: int, stages: int, pieces: int) -> Schedule:
+    """Each place takes, whenever it is free, a backward that is ready, else the deepest forward."""
+    limit = [stages + places - 1 - p for p in range(places)]
+    order: list[list[Action]] = [[] for _ in range(places)]
+    end: dict[Action, float] = {}
+    free = [0.0] * places
+    total = 2 * stages * pieces
+    while len(end) < total:
+        best: tuple[float, int, Action] | None = None
+        for p in range(places):
+            action, at = _next(p, places, stages, pieces, end, free[p], limit[p])
+            if action is not None and (best is None or at < best[0]):
+                best = at, p, action
+        assert best is not None
+        at, p, action = best
+        end[action] = free[p] = at + (1.0 if action.kind == "F" else BACKWARD)
+        order[p].append(action)
+    return Schedule(stages, pieces, tuple(map(tuple, order)))
+
+
+def _next(
+    p: int, places: int, stages: int, pieces: int, end: dict[Action, float], free: float, limit: int
+) -> tuple[Action | None, float]:
+    """The action that place `p` can start first; backwards before forwards, deep before shallow."""
+    ready = []
+    opened = 0
+    for s in range(p, stages, places):
+        for kind in "FB":
+            k = sum(Action(s, kind, i) in end for i in range(pieces))
+            opened += k if kind == "F" else -k
+            needs = before(Action(s, kind, k), stages)
+            if k < pieces and all(n in end for n in needs):
+                ready.append((max([free, *(end[n] for n in needs)]), kind, -s, Action(s, kind, k)))
+    ready = [r for r in ready if r[1] == "B" or opened < limit]
+    first = min((r[0] for r in ready), default=0.0)
+    now = [r for r in ready if r[0] <= first]
+    return (min(now, key=lambda r: (r[1], r[2]))[3], first) if now else (None, 0.0)
+
+
+def before(action: Action, stages: int) -> list[Action]:
+    """What must have ended: the stage before, or the one after and the own forward."""
+    s, k = action.stage, action.piece
+    if action.kind == "F":
+        return [Action(s - 1, "F", k)] if s else []
+    return [Action(s, "F", k), *([Action(s + 1, "B", k)] if s + 1 < stages else [])]
+
+
+def run(schedule: Schedule, forward: Sequence[float], backward: float = BACKWARD) -> Timed:
+    """Every place does its actions in order, each as soon as what it needs has ended.
+
+    ScheduleError where that stops before the end, naming what every place waits for.
+    """
+    at, free = [0] * len(schedule.places), [0.0] * len(schedule.places)
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    opened, most = [0] * schedule.stages, [0] * schedule.stages
+    moved = True
+    while moved:
+        moved = False
+        for p, actions in enumerate(schedule.places):
+            while at[p] < len(actions):
+                action = actions[at[p]]
+                needs = before(action, schedule.stages)
+                if not all(n in end for n in needs):
+                    break
+                start[action] = max([free[p], *(end[n] for n in needs)])
+                times = 1.0 if action.kind == "F" else backward
+                end[action] = free[p] = start[action] + forward[action.stage] * times
+                opened[action.stage] += 1 if action.kind == "F" else -1
+                most[action.stage] = max(most[action.stage], opened[action.stage])
+                at[p] += 1
+                moved = True
+    stuck = [
+        f"place {p} waits at {actions[at[p]]} for "
+        + ", ".join(str(n) for n in before(actions[at[p]], schedule.stages) if n not in end)
+        for p, actions in enumerate(schedule.places)
+        if at[p] < len(actions)
+    ]
+    if stuck:
+        raise ScheduleError("the schedule stops: " + "; ".join(stuck))
+    return Timed(start, end, tuple(most))
+
+
+def check(schedule: Schedule) -> Timed:
+    """Every action once, at its place, and none waits for ever."""
+    kinds = "FB" if schedule.training else "F"
+    wanted = {
+        Action(s, kind, k)
+        for s in range(schedule.stages)
+        for kind in kinds
+        for k in range(schedule.pieces)
+    }
+    listed = [a for actions in schedule.places for a in actions]
+    twice = sorted({str(a) for a in listed if listed.count(a) > 1})
+    away = [
+        f"{a} stands at place {p}, stage {a.stage} lives at {a.stage % len(schedule.places)}"
+        for p, actions in enumerate(schedule.places)
+        for a in actions
+        if a.stage % len(schedule.places) != p
+    ]
+    faults = [
+        *(f"{a} is missing" for a in sorted(map(str, wanted - set(listed)))),
+        *(f"{a} stands twice" for a in twice),
+        *away,
+    ]
+    if faults:
+        raise ScheduleError("; ".join(faults))
+    return run(schedule, [1.0] * schedule.stages)
+
+
+def seconds(schedule: Schedule, forward: Sequence[float]) -> float:
+    """From the first action to the end of the last; `forward`: of one micro-batch, by stage."""
+    return run(schedule, forward).seconds
+
+
+def bubble(schedule: Schedule, forward: Sequence[float]) -> float:
+    """The share of the places' time in which they wait."""
+    timed = run(schedule, forward)
+    busy = sum(timed.end[a] - timed.start[a] for a in timed.end)
+    whole = timed.seconds * len(schedule.places)
+    return 1.0 - busy / whole if whole > 0 else 0.0
+
+
+def draw(schedule: Schedule) -> str:
+    """A row a place, a column a unit of time, and the share of bubbles."""
+    timed = run(schedule, [1.0] * schedule.stages)
+    width = max(len(str(a)) for a in timed.end) + 1
+    rows = []
+    for p, actions in enumerate(schedule.places):
+        cells = ["." * (width - 1)] * round(timed.seconds)
+        for a in actions:
+            for t in range(round(timed.start[a]), round(timed.end[a])):
+                cells[t] = str(a)
+        rows.append(f"{p} " + " ".join(c.ljust(width - 1) for c in cells))
+    share = bubble(schedule, [1.0] * schedule.stages)
+    return "\n".join([*rows, f"bubble {share:.1%}, open {' '.join(map(str, timed.open))}"])
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+}
+STAGES_A_PLACE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}

@@ -1,0 +1,106 @@
+"""Trace: shapes, dtypes and need of gradients of a rank's values, from a run on the meta device.
+
+Both ends of a wire know from it what will be sent, so no message carries a header; and both know
+whether a gradient comes back: `reach` walks back from the outputs that the loss depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from plait.passes.partition import Local, Site
+from plait.rules.moves import count
+
+
+@dataclass(frozen=True)
+class Spec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool  # it requires one
+
+    @classmethod
+    def of(cls, x: Tensor) -> Spec:
+        return cls(tuple(x.shape), x.dtype, x.requires_grad)
+
+    def meta(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.grad)
+
+
+def trace(local: Local, feed: Mapping[str, Any], grad: bool) -> dict[str, Spec]:
+    """The spec of every tensor of `local`; `feed`: specs of its placeholders, plain values as such."""
+    env: dict[fx.Node, Any] = {}
+    out: dict[str, Spec] = {}
+    with torch.set_grad_enabled(grad):
+        for node in local.graph.nodes:
+            env[node] = _value(node, local, env, feed)
+            value = env[node]
+            first = value[0] if isinstance(value, (tuple, list)) and value else value
+            if isinstance(first, Tensor):
+                out[node.name] = Spec.of(first)
+    return out
+
+
+def _value(node: fx.Node, local: Local, env: dict[fx.Node, Any], feed: Mapping[str, Any]) -> Any:
+    match node.op:
+        case "placeholder":
+            given = feed[node.name]
+            return given.meta() if isinstance(given, Spec) else given
+        case "get_attr":
+            return local.constants[str(node.target)].to("meta")
+        case "call_module":
+            x = env[node.args[0]]  # type: ignore[index]
+            return _moved(x, local.sites[str(node.target)], local.rank)
+        case "output":
+            return None
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _moved(x: Tensor, site: Site, rank: int) -> Tensor:
+    """What comes out of a move: rows of the rank, or all of them."""
+    shape, c = list(x.shape), site.conversion
+    if c.forward.action in ("slice", "slice_own", "reduce_scatter", "reduce_scatter_own"):
+        assert c.cut is not None
+        shape[c.cut.dim] = count(c.cut.rows[rank])
+    elif c.forward.action in ("pad", "pad_own", "gather", "gather_sum"):
+        assert c.cut is not None
+        shape[c.cut.dim] = c.cut.size
+    grad = x.requires_grad and torch.is_grad_enabled()
+    return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=grad)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """`values`: those that get a gradient; `sources`: (placeholder, stage that gives it one)."""
+
+    values: frozenset[str]
+    sources: frozenset[tuple[str, int]]
+
+
+def reach(
+    local: Local, specs: Mapping[str, Spec], placed: Mapping[str, int], wanted: Iterable[int]
+) -> Reach:
+    """What gets a gradient when the flat outputs `wanted` have one."""
+    output = next(iter(reversed(local.graph.nodes)))
+    goals = {output.args[0][i] for i in wanted}  # type: ignore[index]
+    values: set[str] = set()
+    sources: set[tuple[str, int]] = set()
+    for node in reversed(local.graph.nodes):
+        spec = specs.get(node.name)
+        if spec is None or not spec.grad:
+            continue
+        users = [u for u in node.users if u.name in values]
+        if node in goals or users:
+            values.add(node.name)
+        if node.op == "placeholder":
+            sources |= {(node.name, placed[u.name]) for u in users}
+            if node in goals:
+                sources.add((node.name, max(placed.values(), default=0)))
+    return Reach(frozenset(values), frozenset(sources))
