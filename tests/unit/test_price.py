@@ -65,7 +65,7 @@ S = 1e6  # bytes; at 1 GB/s a millisecond
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 16])
 def test_the_reader_of_a_schedule_gives_the_closed_forms(n):
     hop, whole = 1e-6, S / 1e9
-    assert seconds("ring[%d]" % n, S, n) == pytest.approx(
+    assert seconds(f"ring[{n}]", S, n) == pytest.approx(
         2 * (n - 1) * hop + 2 * (n - 1) / n * whole
     )
     assert seconds("one_shot", S, n) == pytest.approx(hop + (n - 1) * whole)
