@@ -90,6 +90,7 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
         if on_meta(model):
             swap_tensors(model, to_meta)
         swap_tensors(model, mode.from_tensor)  # so that nothing is computed or changed
+        symbols = _symbols(call, (args, kwargs))
         _watch_guards(env, trial)
         try:
             with preserved(model) as changed, mode, _exporting(), forgotten.watching(), trial:
@@ -105,8 +106,8 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
     return Proof(
         tuple(map(tuple, groups)),
         tuple(map(tuple, trial.runs(groups))),
-        _ranges(call, pytree.tree_leaves((args, kwargs)), env),
-        _places(call, pytree.tree_leaves((args, kwargs)), trial),
+        _ranges(symbols, env),
+        _places(symbols, trial),
         tuple(changed),
     )
 
@@ -170,29 +171,34 @@ def _fake(call: Call, model: nn.Module, mode: FakeTensorMode) -> tuple[Any, Any]
     return pytree.tree_unflatten(leaves, call.spec)
 
 
-def _ranges(call: Call, leaves: list[Any], env: ShapeEnv) -> dict[str, Range]:
-    """What the guards of the trial leave of each dynamic size."""
-    found: dict[str, Range] = {}
-    for x, dims in zip(leaves, call.dims, strict=True):
+def _symbols(call: Call, example: tuple[Any, Any]) -> dict[str, set[Any]]:
+    """Of the dynamic sizes, by their names; an example has one symbol for each of its dims."""
+    found: dict[str, set[Any]] = {}
+    for x, dims in zip(pytree.tree_leaves(example), call.dims, strict=True):
         for dim, name in dims.items():
-            size = x.shape[dim]
-            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-                limits = env.bound_sympy(size.node.expr)
-                low, high = found.get(name, (None, None))
-                high = _least(high, limits.upper)
-                found[name] = _most(low, limits.lower), high
+            found.setdefault(name, set()).update(x.shape[dim].node.expr.free_symbols)
     return found
 
 
-def _places(call: Call, leaves: list[Any], trial: Trial) -> dict[str, str]:
-    """An equation about a size says more than a limit of it."""
-    guards = sorted(trial.guards, key=lambda g: type(g[0]).__name__ not in ("Equality", "Unequality"))
+def _ranges(symbols: dict[str, set[Any]], env: ShapeEnv) -> dict[str, Range]:
+    """What the guards of the trial leave of each dynamic size."""
+    found: dict[str, Range] = {}
+    for name, ones in symbols.items():
+        low, high = None, None
+        for symbol in ones:
+            limits = env.bound_sympy(symbol)
+            low, high = _most(low, limits.lower), _least(high, limits.upper)
+        found[name] = low, high
+    return found
+
+
+def _places(symbols: dict[str, set[Any]], trial: Trial) -> dict[str, str]:
+    """The line that asks about each size; an equation says more than a limit."""
+    first = sorted(trial.guards, key=lambda g: type(g[0]).__name__ not in ("Equality", "Unequality"))
     found: dict[str, str] = {}
-    for x, dims in zip(leaves, call.dims, strict=True):
-        for dim, name in dims.items():
-            symbols = x.shape[dim].node.expr.free_symbols if dim < x.dim() else set()
-            lines = [place for guard, place in guards if symbols & guard.free_symbols and place]
-            found.update({name: lines[0]} if lines else {})
+    for name, ones in symbols.items():
+        lines = [place for guard, place in first if ones & guard.free_symbols and place]
+        found.update({name: lines[0]} if lines else {})
     return found
 
 

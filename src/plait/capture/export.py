@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
 from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
-from plait.capture.refuse import explained, refuse_model
+from plait.capture.refuse import explained, refuse_fixed, refuse_model
 from plait.capture.written import decompositions, prepare
 
 
@@ -28,6 +28,7 @@ def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool =
     with torch.inference_mode(False), torch.set_grad_enabled(training):
         with explained():
             proof = prove(model, call, training, blocks=blocks)
+        refuse_fixed(proof.ranges, proof.places)
         call = call.with_ranges(proof.ranges)
         notes = _notes(proof)
         with explained(proof.places):

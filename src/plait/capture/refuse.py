@@ -138,6 +138,17 @@ def _named(path: Any) -> str:
     return pytree.keystr(path).strip("[]'\"") if path else "of forward"
 
 
+def refuse_fixed(ranges: Mapping[str, tuple[Any, Any]], places: Mapping[str, str]) -> None:
+    """Sizes of which the trial left one value."""
+    found = [
+        f"{name!r} can only be {low} ({places.get(name, 'of forward')}): leave it out of dynamic="
+        for name, (low, high) in ranges.items()
+        if low is not None and low == high
+    ]
+    if found:
+        raise CaptureError(f"dynamic=: {'; '.join(found)}")
+
+
 # -- after -----------------------------------------------------------------------------------------------
 
 
