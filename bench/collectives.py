@@ -54,6 +54,7 @@ def main() -> None:
         tuple(int(m * 2**20) for m in asked.mib), asked.rounds, tuple(asked.algorithms)
     )
     text = [heading(private)]
+    print(text[0], flush=True)
     rows: list[dict[str, object]] = []
     for nproc in asked.nproc:
         with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +63,7 @@ def main() -> None:
                 table = json.loads((Path(folder) / f"{size}.json").read_text())
                 rows += table["rows"]
                 text.append(table["text"])
-    print("\n\n".join(text))
+                print(f"\n{table['text']}", flush=True)
     if asked.keep:
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"collectives-{date.today()}"
