@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +13,6 @@ import torch
 from torch import nn
 
 import plait
-from plait.runtime.streams import Beside
 from plait.runtime.transport import Transport
 from tests import zoo
 from tests.compare import digest
@@ -24,26 +25,31 @@ def call(group: Any, name: str, overlap: Any, sleeps: int = 0) -> tuple[dict[str
     model = model.double()
     kwargs = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
     compiled = plait.compile(model, args, kwargs, group=group, training=True, overlap=overlap)
-    if sleeps:
-        _sleepy(random.Random(sleeps * 97 + torch.distributed.get_rank(group)))
-    out = compiled(*args, **kwargs)
-    first = out[0] if isinstance(out, tuple) else next(iter(out.values()))
-    loss = (first * torch.arange(first.numel()).cos().view(first.shape)).sum()
-    loss.backward()
+    with _sleeps(random.Random(sleeps * 97 + torch.distributed.get_rank(group)), sleeps):
+        out = compiled(*args, **kwargs)
+        first = out[0] if isinstance(out, tuple) else next(iter(out.values()))
+        loss = (first * torch.arange(first.numel()).cos().view(first.shape)).sum()
+        loss.backward()
     found = {"loss": loss.detach(), **compiled.gradients()}
     woven = sorted(n for n, _ in compiled._first.module.named_modules() if n.endswith(".start"))
     return {k: v for k, v in found.items() if v is not None}, digest(found), " ".join(woven)
 
 
-def _sleepy(dice: random.Random) -> None:
+@contextmanager
+def _sleeps(dice: random.Random, on: int) -> Iterator[None]:
+    """Moves that take a random time more; the workers are shared, so they are put back."""
     run = Transport.run
 
     def slow(self: Transport, *args: Any) -> torch.Tensor:
         time.sleep(dice.random() * 2e-3)
         return run(self, *args)
 
-    Transport.run = slow  # type: ignore[method-assign]
-    Beside.run.__globals__["Transport"].run = slow
+    if on:
+        Transport.run = slow  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Transport.run = run  # type: ignore[method-assign]
 
 
 def close(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
