@@ -23,10 +23,10 @@ lint: install
 	$(BIN)/mypy
 
 unit: install
-	$(PYTEST) tests/unit -m "not full and not gpu" -q
+	$(PYTEST) tests/unit -m "not full and not gpu" --thin 16 -q
 
 gloo: install
-	$(PYTEST) tests/gloo -m "not full and not gpu" -q
+	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 8 -q
 
 install: $(VENV)/installed
 

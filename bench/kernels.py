@@ -1,15 +1,15 @@
 """Kernels and transports one by one, in CUDA graphs, the slower rank.
 
-    torchrun --nproc-per-node 2 bench/kernels.py --out kernels.json --sections norm oneshot ...
+torchrun --nproc-per-node 2 bench/kernels.py --out kernels.json --sections norm oneshot ...
 
-    norm       residual + norm, and sum of two + residual + norm, against the measured copy bandwidth
-    oneshot    all-reduce + residual + norm of few rows, 100 in a chain, against its parts
-    signals    put and wait there and back, by stream and by kernel
-    copies     pulls and pushes by the copy engine
-    reduce     all-reduces of large tensors: two-shot kernel, copy engine, torch's two-shot, NCCL
-    matmul     the four matmuls of a layer by number of rows
-    decode     layers without attention at few rows: norm alone, fused one-shot, NCCL + norm
-    row        one row-parallel matmul with its all-reduce, in chunks
+norm       residual + norm, and sum of two + residual + norm, against the measured copy bandwidth
+oneshot    all-reduce + residual + norm of few rows, 100 in a chain, against its parts
+signals    put and wait there and back, by stream and by kernel
+copies     pulls and pushes by the copy engine
+reduce     all-reduces of large tensors: two-shot kernel, copy engine, torch's two-shot, NCCL
+matmul     the four matmuls of a layer by number of rows
+decode     layers without attention at few rows: norm alone, fused one-shot, NCCL + norm
+row        one row-parallel matmul with its all-reduce, in chunks
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "src")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent),
+    str(Path(__file__).resolve().parents[1] / "src"),
+]
 
 from stack import EPS, KIND, Shape, layers_of, swiglu
 from timing import capture, chain, interleaved, start
@@ -51,22 +54,33 @@ def group() -> Any:
 def norm(device: torch.device) -> Table:
     table: Table = {}
     a, b = (torch.randn(2**28, device=device).to(BF16) for _ in range(2))
-    us = chain(lambda i: torch.neg(a, out=b), 4)  # copy_ would go by the copy engine, which is slower
+    us = chain(
+        lambda i: torch.neg(a, out=b), 4
+    )  # copy_ would go by the copy engine, which is slower
     bandwidth = 4 * a.numel() / us * 1e-3
     table["read and write GB/s"] = bandwidth
     a = b = torch.empty(0)
     weight = torch.ones(H, device=device, dtype=BF16)
     for rows in (1, 128, 512, 1024, 4096, 8192):
         sets = max(1, min(6, 2**30 // (rows * H * 2 * 5)))
-        made = [[torch.randn(rows, H, device=device).to(BF16) for _ in range(5)] for _ in range(sets)]
+        made = [
+            [torch.randn(rows, H, device=device).to(BF16) for _ in range(5)] for _ in range(sets)
+        ]
         for sources in (1, 2):
+
             def step(i: int, n: int = sources, m: Any = made) -> None:
                 x, y, old, residual, out = m[i % len(m)]
-                sum_norm([x, y][:n], old, weight, eps=EPS, kind=KIND, residual_out=residual, rows_out=out)
+                sum_norm(
+                    [x, y][:n], old, weight, eps=EPS, kind=KIND, residual_out=residual, rows_out=out
+                )
 
             us = chain(step, 24)
             floor = (sources + 3) * rows * H * 2 / bandwidth * 1e-3
-            table[f"{rows} rows, {sources} sources"] = {"us": us, "floor": floor, "share": floor / us}
+            table[f"{rows} rows, {sources} sources"] = {
+                "us": us,
+                "floor": floor,
+                "share": floor / us,
+            }
     return table
 
 
@@ -85,21 +99,39 @@ def oneshot(device: torch.device) -> Table:
     for rows in (1, 4, 16, 32, 64, 128):
         x, residual, r2, out = (torch.randn(rows, H, device=device).to(BF16) for _ in range(4))
 
-        def fused(i: int, early: bool = False, x: Tensor = x, residual: Tensor = residual,
-                  r2: Tensor = r2, out: Tensor = out) -> None:
-            shot.all_reduce_norm(x, residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out, early=early)
+        def fused(
+            i: int,
+            early: bool = False,
+            x: Tensor = x,
+            residual: Tensor = residual,
+            r2: Tensor = r2,
+            out: Tensor = out,
+        ) -> None:
+            shot.all_reduce_norm(
+                x, residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out, early=early
+            )
 
-        def alone(i: int, x: Tensor = x, residual: Tensor = residual, r2: Tensor = r2, out: Tensor = out) -> None:
+        def alone(
+            i: int, x: Tensor = x, residual: Tensor = residual, r2: Tensor = r2, out: Tensor = out
+        ) -> None:
             sum_norm([x], residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out)
 
-        row = {"fused": chain(fused, 100), "fused early": chain(lambda i, f=fused: f(i, True), 100),
-               "sum only": chain(lambda i, x=x, o=out: shot.all_reduce_norm(x, rows_out=o), 100),
-               "norm alone": chain(alone, 100)}
+        row = {
+            "fused": chain(fused, 100),
+            "fused early": chain(lambda i, f=fused: f(i, True), 100),
+            "sum only": chain(lambda i, x=x, o=out: shot.all_reduce_norm(x, rows_out=o), 100),
+            "norm alone": chain(alone, 100),
+        }
         if dist.get_backend() != "gloo":
             part = shared[:rows]
 
-            def torch_parts(i: int, part: Tensor = part, residual: Tensor = residual,
-                            r2: Tensor = r2, out: Tensor = out) -> None:
+            def torch_parts(
+                i: int,
+                part: Tensor = part,
+                residual: Tensor = residual,
+                r2: Tensor = r2,
+                out: Tensor = out,
+            ) -> None:
                 y = torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group().group_name)
                 sum_norm([y], residual, weight, eps=EPS, kind=KIND, residual_out=r2, rows_out=out)
 
@@ -112,7 +144,10 @@ def signals(device: torch.device) -> Table:
     table: Table = {}
     workspace = Workspace.on_group(4 << 20, group(), device)
     data = workspace.buffer((H,), BF16, fill=0)
-    channels = {n: workspace.channel(signals=s()) for n, s in (("stream", StreamSignals), ("kernel", KernelSignals))}
+    channels = {
+        n: workspace.channel(signals=s())
+        for n, s in (("stream", StreamSignals), ("kernel", KernelSignals))
+    }
     there = workspace.channel(signals=StreamSignals())
     workspace.ready()
     peer = (workspace.rank + 1) % workspace.ranks
@@ -133,7 +168,11 @@ def signals(device: torch.device) -> Table:
         table[f"put + wait + pull of 16 KiB by {name}"] = chain(pull, 100)
     table["pull of 16 KiB"] = chain(lambda i: into.copy_(data.on[peer]), 100)
     table["kernel alone (norm of a row)"] = chain(
-        lambda i: sum_norm([into[None]], None, into, eps=EPS, kind=KIND, residual_out=None, rows_out=into[None]), 100)
+        lambda i: sum_norm(
+            [into[None]], None, into, eps=EPS, kind=KIND, residual_out=None, rows_out=into[None]
+        ),
+        100,
+    )
     return table
 
 
@@ -148,8 +187,10 @@ def copies(device: torch.device) -> Table:
     for mib in (0.25, 1, 4, 16, 64):
         n = int(mib * 2**20)
         row = {}
-        for name, step in (("pull", lambda i, n=n: local[:n].copy_(peer[:n])),
-                           ("push", lambda i, n=n: peer[:n].copy_(local[:n]))):
+        for name, step in (
+            ("pull", lambda i, n=n: local[:n].copy_(peer[:n])),
+            ("push", lambda i, n=n: peer[:n].copy_(local[:n])),
+        ):
             us = chain(step, 20)
             row |= {f"{name} us": us, f"{name} GB/s": n / us * 1e-3}
         table[f"{mib} MiB"] = row
@@ -172,18 +213,30 @@ def reduce(device: torch.device) -> Table:
         weight, residual = out.own.new_ones(H), torch.zeros_like(out.own)
         workspace.ready()
         length = 10
-        row = {f"two-shot, {p} programs": chain(lambda i, s=s: s.all_reduce(partials.buffer), length)
-               for p, s in shots.items()}
-        row |= {f"exchange, {p} programs": chain(
-            lambda i, e=e: e.all_reduce_norm(partials, residual, weight, eps=EPS, kind=KIND, rows_out=out),
-            length) for p, e in trades.items()}
+        row = {
+            f"two-shot, {p} programs": chain(lambda i, s=s: s.all_reduce(partials.buffer), length)
+            for p, s in shots.items()
+        }
+        row |= {
+            f"exchange, {p} programs": chain(
+                lambda i, e=e: e.all_reduce_norm(
+                    partials, residual, weight, eps=EPS, kind=KIND, rows_out=out
+                ),
+                length,
+            )
+            for p, e in trades.items()
+        }
         row["copy engine"] = chain(lambda i: all_reduce(terms, out, *channels), length)
         if dist.get_backend() != "gloo":
             y = symm_mem.empty((rows, H), dtype=BF16, device=device)
             symm_mem.rendezvous(y, group())
             y.zero_()
             row["torch two-shot"] = chain(
-                lambda i, y=y: torch.ops.symm_mem.two_shot_all_reduce_(y, "sum", group().group_name), length)
+                lambda i, y=y: torch.ops.symm_mem.two_shot_all_reduce_(
+                    y, "sum", group().group_name
+                ),
+                length,
+            )
             row["nccl"] = chain(lambda i, y=y: dist.all_reduce(y), length)
         table[f"{rows} rows ({rows * H * 2 >> 20} MiB)"] = row
     return table
@@ -196,8 +249,13 @@ def matmul(device: torch.device) -> Table:
         weights = [torch.randn(n, k, device=device).to(BF16) / k**0.5 for _ in range(4)]
         row = {}
         for rows in (256, 512, 1024, 2048, 4096, 8192):
-            x, y = torch.randn(rows, k, device=device).to(BF16), torch.empty(rows, n, device=device, dtype=BF16)
-            us = chain(lambda i, x=x, y=y, w=weights: torch.mm(x, w[i % 4].t(), out=y), 12, samples=7)
+            x, y = (
+                torch.randn(rows, k, device=device).to(BF16),
+                torch.empty(rows, n, device=device, dtype=BF16),
+            )
+            us = chain(
+                lambda i, x=x, y=y, w=weights: torch.mm(x, w[i % 4].t(), out=y), 12, samples=7
+            )
             row[rows] = {"us": us, "TFLOP/s": 2 * rows * n * k / us * 1e-6}
         table[name] = row
     return table
@@ -216,9 +274,18 @@ def decode(device: torch.device) -> Table:
         qkv, gate_up = x.new_empty(rows, shape.qkv), x.new_empty(rows, 2 * shape.ffn)
         act, attended = x.new_empty(rows, shape.ffn), x.new_empty(rows, shape.attended)
 
-        def step(after: Callable[[Tensor], None], layers: Any = layers, x: Tensor = x,
-                 residual: Tensor = residual, out: Tensor = out, y: Tensor = y, qkv: Tensor = qkv,
-                 gate_up: Tensor = gate_up, act: Tensor = act, attended: Tensor = attended) -> None:
+        def step(
+            after: Callable[[Tensor], None],
+            layers: Any = layers,
+            x: Tensor = x,
+            residual: Tensor = residual,
+            out: Tensor = out,
+            y: Tensor = y,
+            qkv: Tensor = qkv,
+            gate_up: Tensor = gate_up,
+            act: Tensor = act,
+            attended: Tensor = attended,
+        ) -> None:
             residual.copy_(x)
             out.copy_(x)
             for layer in layers:
@@ -234,17 +301,26 @@ def decode(device: torch.device) -> Table:
         def floor(w: Tensor, y: Tensor = y, residual: Tensor = residual, out: Tensor = out) -> None:
             sum_norm([y], residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out)
 
-        def fused(w: Tensor, early: bool = False, y: Tensor = y, residual: Tensor = residual,
-                  out: Tensor = out, shot: OneShot = shot) -> None:
+        def fused(
+            w: Tensor,
+            early: bool = False,
+            y: Tensor = y,
+            residual: Tensor = residual,
+            out: Tensor = out,
+            shot: OneShot = shot,
+        ) -> None:
             shot.all_reduce_norm(
-                y, residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out, early=early)
+                y, residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out, early=early
+            )
 
         def nccl(w: Tensor, y: Tensor = y, f: Any = floor) -> None:
             dist.all_reduce(y)
             f(w)
 
         steps: dict[str, Callable[[], None]] = {
-            "norm alone": lambda s=step, f=floor: s(f), "fused": lambda s=step, f=fused: s(f)}
+            "norm alone": lambda s=step, f=floor: s(f),
+            "fused": lambda s=step, f=fused: s(f),
+        }
         steps["fused early"] = lambda s=step, f=fused: s(lambda w: f(w, True))
         if dist.get_backend() != "gloo":
             steps["nccl + norm"] = lambda s=step, f=nccl: s(f)
@@ -266,7 +342,14 @@ def row(device: torch.device) -> Table:
     total = y.float()
     dist.all_reduce(total)
     total = total.to(BF16)
-    for blocks in ([32, 32], [16] * 4, [33, 31], [33, 16, 11, 4], [33, 16, 8, 7], [33, 16, 8, 4, 3]):
+    for blocks in (
+        [32, 32],
+        [16] * 4,
+        [33, 31],
+        [33, 16, 11, 4],
+        [33, 16, 8, 7],
+        [33, 16, 8, 4, 3],
+    ):
         for beside in (False, True):
             chunked = Chunked(x, weight, blocks, device, beside)
             alive.append(chunked)  # a graph does not keep the memory that it uses
@@ -288,12 +371,17 @@ def row(device: torch.device) -> Table:
 class Chunked:
     """matmul of chunk c, then the sum of chunk c - 1 while chunk c's terms are pulled."""
 
-    def __init__(self, x: Tensor, weight: Tensor, blocks: list[int], device: torch.device, beside: bool) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor, blocks: list[int], device: torch.device, beside: bool
+    ) -> None:
         ranks = dist.get_world_size()
         sizes = [b * 128 for b in blocks]
         nbytes = sum(Ring.nbytes(s, H, BF16, ranks) for s in sizes) + 65536
         self.workspace = Workspace.on_group(nbytes, group(), device)
-        self.rings = [Ring.of(self.workspace, [s * r // ranks for r in range(ranks + 1)], H, BF16) for s in sizes]
+        self.rings = [
+            Ring.of(self.workspace, [s * r // ranks for r in range(ranks + 1)], H, BF16)
+            for s in sizes
+        ]
         self.workspace.ready()
         self.chunks, self.weight = x.split(sizes), weight
         self.sums = Lane.beside(device) if beside else None
@@ -301,7 +389,9 @@ class Chunked:
     def __call__(self) -> None:
         compute = Lane.current(self.weight.device)
         sums = self.sums or compute
-        lanes = [lane for ring in self.rings for lane in ring.lanes()] + ([sums] if self.sums else [])
+        lanes = [lane for ring in self.rings for lane in ring.lanes()] + (
+            [sums] if self.sums else []
+        )
         for lane in lanes:
             lane.after(compute.mark())
         pending: list[tuple[Ring, Any]] = []
@@ -321,8 +411,15 @@ class Chunked:
     def finish(self, ring: Ring, events: Any, lane: Lane) -> None:
         lane.after(*events.values())
         with lane():
-            sum_norm(ring.terms.sources(), None, None, eps=0.0, kind="none", residual_out=None,
-                     rows_out=ring.rows.own)
+            sum_norm(
+                ring.terms.sources(),
+                None,
+                None,
+                eps=0.0,
+                kind="none",
+                residual_out=None,
+                rows_out=ring.rows.own,
+            )
         ring.put(lane, ring.gathered)
         ring.gather()
 
@@ -333,7 +430,11 @@ SECTIONS = {f.__name__: f for f in (norm, oneshot, signals, copies, reduce, matm
 def show(table: Table, indent: int = 2) -> None:
     for name, value in table.items():
         if isinstance(value, dict) and all(isinstance(v, float) for v in value.values()):
-            print(" " * indent + f"{name!s:34s} " + "  ".join(f"{k} {v:.4g}" for k, v in value.items()))
+            print(
+                " " * indent
+                + f"{name!s:34s} "
+                + "  ".join(f"{k} {v:.4g}" for k, v in value.items())
+            )
         elif isinstance(value, dict):
             print(" " * indent + str(name))
             show(value, indent + 2)

@@ -28,7 +28,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "src")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent),
+    str(Path(__file__).resolve().parents[1] / "src"),
+]
 
 from stack import EPS, KIND, Layer, Shape, attend, layers_of, probe_attention, rope, rotary, swiglu
 from timing import capture, interleaved, spread, start
@@ -93,7 +96,9 @@ class Work:
 
 def qkv_rows(model: Model) -> list[Tensor]:
     shape = model.shape
-    return [model.table.new_zeros(shape.tokens, shape.qkv, dtype=torch.bfloat16) for _ in model.layers]
+    return [
+        model.table.new_zeros(shape.tokens, shape.qkv, dtype=torch.bfloat16) for _ in model.layers
+    ]
 
 
 class Blocking:
@@ -115,7 +120,9 @@ class Blocking:
             norm([self.y], self.residual, model.norm_after(block), self.residual, self.out)
 
 
-Shares = tuple[float, float, float, float]  # direct: gather and scatter of attention, of feed-forward
+Shares = tuple[
+    float, float, float, float
+]  # direct: gather and scatter of attention, of feed-forward
 
 
 @dataclass
@@ -166,8 +173,14 @@ class Part:
         model, work = self.work.model, self.work
         with self.compute():
             if pieces and block:
-                gather_matmul(self.ring, model.first(block), work.into(block), self.compute,
-                              self.pulled, self.gathers(block))
+                gather_matmul(
+                    self.ring,
+                    model.first(block),
+                    work.into(block),
+                    self.compute,
+                    self.pulled,
+                    self.gathers(block),
+                )
             else:
                 self.compute.after(*self.pulled.events.values())
                 torch.mm(self.ring.rows.buffer.local, model.first(block).t(), out=work.into(block))
@@ -180,7 +193,8 @@ class Part:
             x, weight = self.work.middle(block), self.work.model.last(block)
             if pieces:
                 self.pulled = matmul_scatter(
-                    ring, x, weight, self.compute, self.scatters(block), by_flag=self.by_flag)
+                    ring, x, weight, self.compute, self.scatters(block), by_flag=self.by_flag
+                )
             else:
                 torch.mm(x, weight.t(), out=ring.terms.partials.buffer.local)
                 if self.transfers and self.exchange is None:
@@ -192,13 +206,28 @@ class Part:
         with self.compute():
             if self.exchange is not None:
                 self.exchange.all_reduce_norm(
-                    ring.terms.partials, self.residual, weight, eps=EPS, kind=KIND, rows_out=ring.rows)
+                    ring.terms.partials,
+                    self.residual,
+                    weight,
+                    eps=EPS,
+                    kind=KIND,
+                    rows_out=ring.rows,
+                )
                 self.pulled = Pulled({}, {})
             elif self.transfers:
                 self.pulled = finish(
-                    ring, self.residual, weight, None, self.compute, self.pulled, eps=EPS, kind=KIND,
-                    read=self.scatters(block), push=self.gathers(block + 1),
-                    by_flag=self.by_flag and block < self.work.model.blocks[-1])
+                    ring,
+                    self.residual,
+                    weight,
+                    None,
+                    self.compute,
+                    self.pulled,
+                    eps=EPS,
+                    kind=KIND,
+                    read=self.scatters(block),
+                    push=self.gathers(block + 1),
+                    by_flag=self.by_flag and block < self.work.model.blocks[-1],
+                )
             else:
                 norm(ring.terms.sources(), self.residual, weight, self.residual, ring.rows.own)
 
@@ -207,8 +236,16 @@ class Sharded:
     """`cuts` are the parts' bounds; `streams` compute streams carry the parts in turn."""
 
     def __init__(
-        self, model: Model, x: Tensor, workspace: Workspace, cuts: list[int], *, streams: int = 1,
-        transfers: bool = True, programs: int = 0, shares: Shares = (0.0, 0.0, 0.0, 0.0),
+        self,
+        model: Model,
+        x: Tensor,
+        workspace: Workspace,
+        cuts: list[int],
+        *,
+        streams: int = 1,
+        transfers: bool = True,
+        programs: int = 0,
+        shares: Shares = (0.0, 0.0, 0.0, 0.0),
         by_flag: bool = True,
     ) -> None:
         self.model, self.workspace = model, workspace
@@ -284,7 +321,9 @@ def by_gloo(y: Tensor) -> None:
     y.copy_(total)
 
 
-def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: set[str]) -> dict[str, Any]:
+def variants(
+    model: Model, x: Tensor, device: torch.device, shared: bool, only: set[str]
+) -> dict[str, Any]:
     import torch.distributed._symmetric_memory as symm_mem
 
     group, ranks, t = dist.group.WORLD, dist.get_world_size(), model.shape.tokens
@@ -326,8 +365,14 @@ def variants(model: Model, x: Tensor, device: torch.device, shared: bool, only: 
 
 
 def run(
-    tokens: int, share: int, layers: int, samples: int, only: set[str],
-    device: torch.device, shared: bool, trace: Path | None,
+    tokens: int,
+    share: int,
+    layers: int,
+    samples: int,
+    only: set[str],
+    device: torch.device,
+    shared: bool,
+    trace: Path | None,
 ) -> dict[str, Any]:
     shape = Shape.llama_70b(tokens, share, layers)
     weights, last = layers_of(shape, device, dist.get_rank())
@@ -382,8 +427,11 @@ def timelines(graphs: dict[str, torch.cuda.CUDAGraph], folder: Path, tokens: int
             torch.cuda.synchronize()
         path = folder / f"raw-{dist.get_rank()}.json"
         profiler.export_chrome_trace(str(path))
-        events = [e for e in json.loads(path.read_text())["traceEvents"]
-                  if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        events = [
+            e
+            for e in json.loads(path.read_text())["traceEvents"]
+            if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        ]
         path.unlink()
         events.sort(key=lambda e: e["ts"])
         events = events[len(events) * 2 // 3 :]
@@ -430,8 +478,16 @@ def main() -> None:
         print(found, flush=True)
     results = []
     for tokens in options.tokens:
-        result = run(tokens, options.share, options.layers, options.samples, set(options.only),
-                     device, shared, options.trace)
+        result = run(
+            tokens,
+            options.share,
+            options.layers,
+            options.samples,
+            set(options.only),
+            device,
+            shared,
+            options.trace,
+        )
         report(f"{tokens} tokens, 1/{options.share}, {ranks} ranks", result["rows"])
         results.append(result)
         if options.out and not rank:

@@ -70,8 +70,12 @@ def layers_of(shape: Shape, device: torch.device, rank: int) -> tuple[list[Layer
 
     layers = [
         Layer(
-            scale(), weight(shape.qkv, shape.hidden), weight(shape.hidden, shape.attended),
-            scale(), weight(2 * shape.ffn, shape.hidden), weight(shape.hidden, shape.ffn),
+            scale(),
+            weight(shape.qkv, shape.hidden),
+            weight(shape.hidden, shape.attended),
+            scale(),
+            weight(2 * shape.ffn, shape.hidden),
+            weight(shape.hidden, shape.ffn),
         )
         for _ in range(shape.layers)
     ]
@@ -103,8 +107,14 @@ def rope(qkv: Tensor, table: Tensor, first: int, heads: int) -> None:
     """Rotate the first `heads` heads of each row of `qkv`, whose first row is token `first`."""
     half = table.shape[-1]
     rope_kernel[(qkv.shape[0],)](
-        qkv, table, first, qkv.stride(0), heads,
-        HEADS=triton.next_power_of_2(heads), HALF=half, num_warps=4,
+        qkv,
+        table,
+        first,
+        qkv.stride(0),
+        heads,
+        HEADS=triton.next_power_of_2(heads),
+        HALF=half,
+        num_warps=4,
     )
 
 

@@ -180,7 +180,7 @@ class _Job:
             source = replace(self.source, args=args, kwargs=kwargs)
             with self.agreement.step("compile"):
                 program = source.capture(mode)
-            return self.build(program, first)
+            return self.build(program, first)  # type: ignore[no-any-return]
 
         return recompile
 

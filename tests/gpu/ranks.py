@@ -57,7 +57,10 @@ def _on_host(
             torch.from_file(f"{folder}/{i}-{r}", shared=True, size=nbytes, dtype=torch.uint8)
             for r in range(ranks)
         ]
-        job(Workspace(arenas, rank, HostSignals(PATIENCE), partial(barrier.wait, PATIENCE)), torch.device("cpu"))
+        job(
+            Workspace(arenas, rank, HostSignals(PATIENCE), partial(barrier.wait, PATIENCE)),
+            torch.device("cpu"),
+        )
 
 
 def _on_devices(

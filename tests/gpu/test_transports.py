@@ -78,14 +78,20 @@ def one_shot(workspace: Any, device: torch.device) -> None:
         outs = [torch.full_like(residual, torch.nan) for _ in range(2)]
 
         step = partial(
-            shot.all_reduce_norm, parts[rank], residual, weight, bias if kind == "layer" else None,
-            eps=1e-5, kind=kind, residual_out=outs[0], rows_out=outs[1],
+            shot.all_reduce_norm,
+            parts[rank],
+            residual,
+            weight,
+            bias if kind == "layer" else None,
+            eps=1e-5,
+            kind=kind,
+            residual_out=outs[0],
+            rows_out=outs[1],
         )
         repeat(step, device, times)
         total = (in_order(parts).float() + residual.float()).to(DTYPE)
         assert torch.equal(outs[0], total)
         close(outs[1], normed(total, weight, bias, kind))
-
 
 
 def one_shot_nan(workspace: Any, device: torch.device) -> None:
@@ -100,7 +106,6 @@ def one_shot_nan(workspace: Any, device: torch.device) -> None:
     for _ in range(3):
         shot.all_reduce_norm(x, rows_out=out)
     assert bool(out.isnan().all())
-
 
 
 def two_shot(workspace: Any, device: torch.device) -> None:
@@ -121,7 +126,6 @@ def two_shot(workspace: Any, device: torch.device) -> None:
 
         repeat(step, device, 50)
         assert torch.equal(out, in_order(parts)[0])
-
 
 
 def copy_engine(workspace: Any, device: torch.device) -> None:
@@ -158,7 +162,6 @@ def copy_engine(workspace: Any, device: torch.device) -> None:
         assert torch.equal(result[own], parts[owner][own])
 
 
-
 def block(workspace: Any, device: torch.device) -> None:
     for share in (0.0, 0.5, 1.0):
         one_block(workspace, device, share, 1.0 - share)
@@ -191,8 +194,19 @@ def one_block(workspace: Any, device: torch.device, read: float, push: float) ->
         for turn in range(2):
             gather_matmul(ring, ups[rank], hidden, compute, pulled, push if turn else 0.0)
             pulled = matmul_scatter(ring, hidden, downs[rank], compute, read)
-            pulled = finish(ring, residual, scale, None, compute, pulled, eps=1e-5, kind="rms",
-                            read=read, push=push, by_flag=not turn)
+            pulled = finish(
+                ring,
+                residual,
+                scale,
+                None,
+                compute,
+                pulled,
+                eps=1e-5,
+                kind="rms",
+                read=read,
+                push=push,
+                by_flag=not turn,
+            )
         compute.after(*pulled.events.values())
         result.copy_(ring.rows.buffer.local)
         ring.close(pulled)
@@ -257,7 +271,35 @@ def delayed(workspace: Any, device: torch.device) -> None:
         assert torch.equal(out, in_order(parts)), turn
 
 
-JOBS = [one_shot, one_shot_nan, two_shot, exchange, copy_engine, block, delayed]
+def recovers(workspace: Any, device: torch.device) -> None:
+    """Flags, slots and turns as a step that stopped half-way leaves them; `ready` repairs them."""
+    from plait.runtime.copy_engine import Terms, all_reduce
+    from plait.runtime.kernels.oneshot import OneShot
+    from plait.runtime.symmetric import Rows
+
+    ranks, rank = workspace.ranks, workspace.rank
+    bounds = tuple(4 * r for r in range(ranks + 1))
+    out, partials = (
+        Rows(workspace.buffer((4 * ranks, 64), DTYPE, fill=0), bounds) for _ in range(2)
+    )
+    channels, sums = [workspace.channel() for _ in range(2)], Terms.of(partials)
+    shot = OneShot(workspace, 4, 64, DTYPE)
+    parts = terms(ranks, 4 * ranks, 64, device)
+    few, result = parts[rank][:4].contiguous(), torch.empty(4, 64, dtype=DTYPE, device=device)
+    for _ in range(2):
+        workspace.ready()
+        partials.buffer.local.copy_(parts[rank])
+        all_reduce(sums, out, *channels)
+        shot.all_reduce_norm(few, rows_out=result)
+        assert torch.equal(out.buffer.local, in_order(parts))
+        assert torch.equal(result, in_order(parts)[:4])
+        shot.turns.add_(rank)
+        shot.slots.local.zero_()
+        for channel in channels:
+            channel.flags.local.fill_(1)
+
+
+JOBS = [one_shot, one_shot_nan, two_shot, exchange, copy_engine, block, recovers, delayed]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -49,12 +49,15 @@ def divided(case: Case, n: int, prices: pretend.Prices, count: int, blocks: bool
     return replace(whole, locals=tuple(weave(flow, forms, rank) for rank in range(n))), len(forms)
 
 
+ALWAYS = [(2, 2, False), (3, 3, False), (2, 4, False), (2, 2, True)]
+
+
 @pytest.mark.parametrize(
     ("case", "n", "count", "blocks"),
     [
         pytest.param(
             c, n, count, blocks, id=f"{c.id}-{n}-{'blocks' if blocks else count}",
-            marks=() if (n, count, blocks) == [(2, 2, False), (3, 3, False), (2, 4, False), (2, 2, True)][i % 4] else pytest.mark.full,
+            marks=() if (n, count, blocks) == ALWAYS[i % 4] else pytest.mark.full,
         )
         for i, c in enumerate(EXACT)
         for n in (2, 3)

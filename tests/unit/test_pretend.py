@@ -85,7 +85,7 @@ def test_a_wrong_move_would_be_seen(monkeypatch: pytest.MonkeyPatch, action: str
         return [x * (2 if step.action == action else 1) for x in right(step, xs, cut)]
 
     monkeypatch.setattr(runner, "together", wrong)
-    with pytest.raises(AssertionError, match="values differ"):
+    with pytest.raises(AssertionError, match="values differ"):  # noqa: PT012
         for seed in range(SEEDS):
             prove(CASES["b17_gradient_needs_a_sum"], pretend.Dice(2, seed), 2)
     assert action in met

@@ -49,7 +49,7 @@ _library = torch.library.Library("plait", "DEF")
 _library.define("block(Tensor[] operands, Tensor[] like, str tag) -> Tensor[]")
 
 
-@torch.library.register_fake("plait::block", lib=_library)
+@torch.library.register_fake("plait::block", lib=_library)  # type: ignore[untyped-decorator]
 def _block(operands: list[torch.Tensor], like: list[torch.Tensor], tag: str) -> list[torch.Tensor]:
     return [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in like
@@ -159,7 +159,7 @@ def _fake(call: Call, model: nn.Module, mode: FakeTensorMode) -> tuple[Any, Any]
         if not isinstance(x, torch.Tensor):
             return x
         sizes = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(x.dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[var-annotated]
         source = ConstantSource(path)
         return mode.from_tensor(x, static_shapes=False, symbolic_context=context, source=source)
 
@@ -168,7 +168,7 @@ def _fake(call: Call, model: nn.Module, mode: FakeTensorMode) -> tuple[Any, Any]
         fake(path, x, dims)
         for (path, _), x, dims in zip(call.leaves, example, call.dims, strict=True)
     ]
-    return pytree.tree_unflatten(leaves, call.spec)
+    return pytree.tree_unflatten(leaves, call.spec)  # type: ignore[no-any-return]
 
 
 def _symbols(call: Call, example: tuple[Any, Any]) -> dict[str, set[Any]]:
@@ -222,7 +222,7 @@ def _watch_guards(env: ShapeEnv, trial: Trial) -> None:
         trial.guard(expression, result)
         return result
 
-    env.evaluate_expr = watched  # type: ignore[method-assign]
+    env.evaluate_expr = watched  # type: ignore[assignment,method-assign]
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ def _repeat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None
     x, wide = unsqueeze.args[0], expand.meta["val"].shape
     sizes = x.meta["val"].shape  # type: ignore[union-attr]
-    at = int(unsqueeze.args[1]) % len(wide)  # type: ignore[call-overload]
+    at = int(unsqueeze.args[1]) % len(wide)  # type: ignore[arg-type,call-overload]
     repeats = wide[at]
     if at == 0 or not isinstance(repeats, int) or repeats == 1:
         return None

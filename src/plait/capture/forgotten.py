@@ -51,14 +51,14 @@ class Forgotten:
             self.hooked = True
             return original(*args)
 
-        function.apply = staticmethod(watched)
+        function.apply = staticmethod(watched)  # type: ignore[method-assign]
         try:
             yield
         finally:
             if apply is None:
                 del function.apply
             else:
-                function.apply = apply
+                function.apply = apply  # type: ignore[method-assign]
 
     def refuse(self) -> None:
         if not self.training:

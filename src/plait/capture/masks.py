@@ -171,4 +171,4 @@ def _at(
             env[node] = evaluate(node, args, dict(kwargs), [_size(s, sizes) for s in val.shape])
             if env[node] is None:
                 return None
-    return env[nodes[-1]]
+    return env[nodes[-1]]  # type: ignore[no-any-return]

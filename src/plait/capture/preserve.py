@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch
 from torch import nn
 
 CONTAINERS = (dict, list, set)
@@ -69,7 +68,7 @@ def swap_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor
         for holder in (module._parameters, module._buffers, module.__dict__):
             for name, value in holder.items():
                 if isinstance(value, torch.Tensor):
-                    holder[name] = change(value)
+                    holder[name] = change(value)  # type: ignore[assignment]
 
 
 def on_meta(model: nn.Module) -> bool:

@@ -76,7 +76,7 @@ def _title(hook: Any) -> str:
 
 def _odd_weights(model: nn.Module) -> Iterator[str]:
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    lazy = [n for n, t in tensors if isinstance(t, nn.parameter.UninitializedTensorMixin)]
+    lazy = [n for n, t in tensors if isinstance(t, nn.parameter.UninitializedTensorMixin)]  # type: ignore[attr-defined]
     if lazy:
         yield f"{', '.join(lazy)} have no shape yet: call the model once"
     odd = [
@@ -96,7 +96,7 @@ def _overlaps(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[str]:
     """Two parameters that share memory without being one tensor."""
     by_storage: dict[int, dict[Any, str]] = {}
     for name, t in tensors:
-        lazy = isinstance(t, nn.parameter.UninitializedTensorMixin)
+        lazy = isinstance(t, nn.parameter.UninitializedTensorMixin)  # type: ignore[attr-defined]
         if isinstance(t, nn.Parameter) and not lazy and t.layout is torch.strided and t.numel():
             views = by_storage.setdefault(t.untyped_storage()._cdata, {})
             views.setdefault((t.storage_offset(), t.shape, t.stride()), name)
@@ -126,7 +126,7 @@ def refuse_outputs(outputs: Any) -> None:
 def _known(x: Any) -> bool:
     plain = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return isinstance(x, plain + symbolic) or isinstance(x, (torch.dtype, torch.device))
+    return isinstance(x, (*plain, *symbolic, torch.dtype, torch.device))
 
 
 def _cache_classes() -> tuple[type, ...]:

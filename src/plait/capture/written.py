@@ -114,7 +114,7 @@ def _no_grad_region(module: fx.GraphModule, node: fx.Node) -> None:
         with module.graph.inserting_after(user):
             detached = module.graph.call_function(aten.detach.default, (user,))
         detached.meta = {k: user.meta[k] for k in KEPT_META if k in user.meta}
-        user.replace_all_uses_with(detached, delete_user_cb=lambda n: n is not detached)
+        user.replace_all_uses_with(detached, delete_user_cb=detached.__ne__)
 
 
 def _enables_grad(node: Any) -> bool:

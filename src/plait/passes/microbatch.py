@@ -226,9 +226,10 @@ class _Piece(Emitter):
     _wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def whole_copies(self) -> list[fx.Node]:
+        """The inputs that are needed whole too; the placeholders of the others go."""
         for node in [n for n, x in self._wholes.items() if not x.users]:
             self.graph.erase_node(self._wholes.pop(node))
-        return list(self._wholes)
+        return [n for n in self._wholes if n.op == "placeholder"]
 
     def run(self) -> Any:
         self._draws = False
@@ -337,7 +338,7 @@ def _rows(value: Tensor, dims: Dims, split: Split, k: int) -> Tensor:
 
 def _mode(nodes: Iterable[fx.Node]) -> Any:
     values = [n.meta.get("val") for n in nodes]
-    return next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+    return next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)  # type: ignore[union-attr]
 
 
 def propagate(graph: fx.Graph) -> None:

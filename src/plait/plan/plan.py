@@ -89,7 +89,7 @@ class Staged:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Staged:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

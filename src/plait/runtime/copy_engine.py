@@ -34,7 +34,9 @@ class Lane:
     @classmethod
     def beside(cls, device: torch.device, *, first: bool = True) -> Lane:
         """A new stream of `device`; `first`: its kernels are placed before those of other streams."""
-        return cls(torch.cuda.Stream(device, priority=-1 if first else 0)) if _cuda(device) else cls()
+        return (
+            cls(torch.cuda.Stream(device, priority=-1 if first else 0)) if _cuda(device) else cls()
+        )
 
     @classmethod
     def current(cls, device: torch.device) -> Lane:
@@ -172,9 +174,7 @@ def all_reduce(
     lane = lane or Lane.current(out.own.device)
     collected.put()
     collect(terms, collected, lane)
-    sum_norm(
-        terms.sources(), None, None, eps=0.0, kind="none", residual_out=None, rows_out=out.own
-    )
+    sum_norm(terms.sources(), None, None, eps=0.0, kind="none", residual_out=None, rows_out=out.own)
     gathered.put()
     gather(out, gathered, lane)
 

@@ -53,16 +53,26 @@ class Ring:
     puts: Lane
 
     @classmethod
-    def of(cls, workspace: Workspace, bounds: Sequence[int], width: int, dtype: torch.dtype) -> Ring:
+    def of(
+        cls, workspace: Workspace, bounds: Sequence[int], width: int, dtype: torch.dtype
+    ) -> Ring:
         shape, cuts = (bounds[-1], width), tuple(bounds)
         rows = Rows(workspace.buffer(shape, dtype, fill=0), cuts)
         terms = Terms.of(Rows(workspace.buffer(shape, dtype, fill=0), cuts))
         device = rows.own.device
         near = KernelSignals() if device.type == "cuda" else workspace.signals
         return cls(
-            rows, terms, workspace.channel(), workspace.channel(), workspace.channel(),
-            workspace.channel(), workspace.channel(full=True), workspace.local_flags(),
-            workspace.local_flags(2, workspace.ranks), near, Lane.beside(device),
+            rows,
+            terms,
+            workspace.channel(),
+            workspace.channel(),
+            workspace.channel(),
+            workspace.channel(),
+            workspace.channel(full=True),
+            workspace.local_flags(),
+            workspace.local_flags(2, workspace.ranks),
+            near,
+            Lane.beside(device),
             Lane.beside(device),
         )
 
@@ -190,8 +200,15 @@ def finish(
     )
     shaken = read or push or pulled.flags
     sum_norm(
-        ring.terms.sources(), residual, weight, bias, eps=eps, kind=kind,
-        residual_out=residual, rows_out=rows.own, shake=shake if shaken else None,
+        ring.terms.sources(),
+        residual,
+        weight,
+        bias,
+        eps=eps,
+        kind=kind,
+        residual_out=residual,
+        rows_out=rows.own,
+        shake=shake if shaken else None,
         far=reach([partials.of(me, on=rank) for rank in everyone], read),
         push=reach([rows.of(me, on=rank) for rank in rows.others], push),
     )

@@ -7,7 +7,6 @@ stand in one host wherever hosts have enough devices.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,7 +87,7 @@ class Staging:
         saved: Plan | None,
         first: Pipeline | None,
     ) -> Pieces:
-        agreement.same("compile", [f"program {staged.program_digest(program)}"])
+        agreement.same("compile", [f"program {staged.program_digest(program)}"])  # type: ignore[attr-defined]
         if saved is not None and first is None:
             return staged.replay(program, saved, options, self.wish)
         fixed = None if first is None else layouts(first.local)
@@ -127,7 +126,7 @@ def _own_group(group: dist.ProcessGroup, place: int, mesh: Mesh) -> dist.Process
     ranks = dist.get_process_group_ranks(group)
     lines = [ranks[p * mesh.tp : (p + 1) * mesh.tp] for p in range(mesh.pp)]
     if len(ranks) == dist.get_world_size():
-        return [dist.new_group(line) for line in lines][place]
+        return [dist.new_group(line) for line in lines][place]  # type: ignore[no-any-return]
     own = tuple(lines[place])
     if own not in _LOCAL_GROUPS:
         _LOCAL_GROUPS[own] = dist.new_group(list(own), use_local_synchronization=True)

@@ -128,7 +128,7 @@ class Beside(Transport):
     on: Line = field(kw_only=True)
 
     @classmethod
-    def of(cls, transport: Transport, device: torch.device) -> Beside:
+    def of(cls, transport: Transport, device: torch.device) -> Beside:  # type: ignore[override]
         return cls(transport.group, transport.rank, transport.size, on=line(device))
 
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:

@@ -171,7 +171,8 @@ def _orders(run: _Run) -> list[str]:
     out = []
     for rank, names in written.items():
         if names != written[0]:
-            i = next((i for i, (a, b) in enumerate(zip(names, written[0], strict=False)) if a != b), min(len(names), len(written[0])))
+            differ = (i for i, (a, b) in enumerate(zip(names, written[0], strict=False)) if a != b)
+            i = next(differ, min(len(names), len(written[0])))
             mine = names[i] if i < len(names) else "nothing"
             theirs = written[0][i] if i < len(written[0]) else "nothing"
             out.append(f"collective {i} is {mine} on rank {rank} and {theirs} on rank 0")

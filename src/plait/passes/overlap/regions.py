@@ -229,7 +229,7 @@ def _in_chunks(edge: Edge, members: set[fx.Node], probe: Split) -> bool:
     if not _of(edge, f):
         at = probe.dim(edge.dims)
         return all(c.cut is None or c.cut.dim != at for c in edge.moves)
-    if edge.reader in members and edge.source in members or len(edge.moves) != 1:
+    if (edge.reader in members and edge.source in members) or len(edge.moves) != 1:
         return False
     if any(x.split is not None and x.split.factors != (f,) for x in (edge.have, edge.need)):
         return False  # cut together with another factor

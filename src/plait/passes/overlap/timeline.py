@@ -188,7 +188,7 @@ def march(
                 spans.append(Span("comm", act.edge.source.name + mark, begin, comm))
         else:
             compute = max(compute, arrival[key])
-    return Timeline(tuple([*spans, Span("compute", "end", compute, compute)]))
+    return Timeline((*spans, Span("compute", "end", compute, compute)))
 
 
 def node_seconds(flow: Flow, node: fx.Node, chunks: Chunks, turn: int, machine: Machine) -> float:
@@ -243,7 +243,7 @@ def move_seconds(
     total = 0.0
     for c in edge.moves:
         step: Step = c.backward if backward else c.forward
-        if backward and not edge.grad or step.collective is None:
+        if (backward and not edge.grad) or step.collective is None:
             continue
         if form.kind == "blocks" and _spread(region, edge.have, edge.need):
             total += machine.collective("all_gather", whole) / max(1, machine.n - 1)

@@ -134,7 +134,7 @@ class Weaver(Emitter):
     chosen: dict[Region, Form] = field(kw_only=True)
     names: dict[str, str] = field(kw_only=True)
     _region: Region | None = None
-    _form: Form = Form()
+    _form: Form = field(default_factory=Form)
     _chunks: Chunks | None = None
     _turns: list[Turn] = field(default_factory=list)
     _turn: int | None = None  # the chunk that is being emitted

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 
 @triton.jit
 def merge_kernel(
-    out, other, lse, other_lse, heads, stride_out, stride_other, tokens,
-    HEADS: tl.constexpr, DIM: tl.constexpr,
+    out,
+    other,
+    lse,
+    other_lse,
+    heads,
+    stride_out,
+    stride_other,
+    tokens,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)
@@ -43,6 +51,15 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     assert batch == 1 and out.stride()[1:] == (dim, out.stride(2), 1) and other.stride(1) == dim
     assert lse.numel() == other_lse.numel() == heads * tokens and lse.is_contiguous()
     merge_kernel[(tokens,)](
-        out, other, lse, other_lse, heads, out.stride(2), other.stride(2), tokens,
-        HEADS=triton.next_power_of_2(heads), DIM=dim, num_warps=4,
+        out,
+        other,
+        lse,
+        other_lse,
+        heads,
+        out.stride(2),
+        other.stride(2),
+        tokens,
+        HEADS=triton.next_power_of_2(heads),
+        DIM=dim,
+        num_warps=4,
     )

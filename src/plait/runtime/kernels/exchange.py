@@ -32,8 +32,20 @@ PROGRAMS = 64  # at most as many as multiprocessors: they wait for each other ac
 
 @triton.jit
 def exchange_kernel(
-    terms, rows_out, flags, residual, weight, bias, first, last, width, eps,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, DEPTH: tl.constexpr,
+    terms,
+    rows_out,
+    flags,
+    residual,
+    weight,
+    bias,
+    first,
+    last,
+    width,
+    eps,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     RANKS: tl.constexpr = len(terms)
     dtype: tl.constexpr = rows_out[RANK].dtype.element_ty
@@ -50,7 +62,8 @@ def exchange_kernel(
             here = row + ahead * programs
             place = here.to(tl.int64) * width + cols
             for rank in tl.static_range(RANKS):
-                loaded = loaded + (tl.load(terms[rank] + place, mask=keep & (here < last), other=0.0),)
+                term = tl.load(terms[rank] + place, mask=keep & (here < last), other=0.0)
+                loaded += (term,)
         for ahead in tl.static_range(DEPTH):
             here = row + ahead * programs
             inside = keep & (here < last)
@@ -91,8 +104,19 @@ class Exchange:
         rank, width = terms.rank, terms.own.shape[1]
         block = triton.next_power_of_2(width)
         exchange_kernel[(self.programs,)](
-            terms.buffer.on, rows_out.buffer.on, self.flags.on, residual, weight, bias,
-            terms.bounds[rank], terms.bounds[rank + 1], width, eps,
-            RANK=rank, BLOCK=block, KIND=kind,
-            DEPTH=max(1, 4 // len(terms.buffer.on)), num_warps=warps(block),
+            terms.buffer.on,
+            rows_out.buffer.on,
+            self.flags.on,
+            residual,
+            weight,
+            bias,
+            terms.bounds[rank],
+            terms.bounds[rank + 1],
+            width,
+            eps,
+            RANK=rank,
+            BLOCK=block,
+            KIND=kind,
+            DEPTH=max(1, 4 // len(terms.buffer.on)),
+            num_warps=warps(block),
         )

@@ -51,8 +51,18 @@ def load_row(pointer, cols, keep):
 
 @triton.jit
 def residual_norm_row(
-    total, residual, weight, bias, residual_out, start, cols, keep, width, eps,
-    dtype: tl.constexpr, KIND: tl.constexpr,
+    total,
+    residual,
+    weight,
+    bias,
+    residual_out,
+    start,
+    cols,
+    keep,
+    width,
+    eps,
+    dtype: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """From the fp32 sum of one row to its norm; stores the residual, which like `weight` may be None."""
     row = total.to(dtype)
@@ -74,9 +84,27 @@ def sum_row(sources, start, cols, keep):
 
 @triton.jit(do_not_specialize=["far_first", "far_last", "push_first", "push_last"])
 def sum_norm_kernel(
-    sources, far, residual, weight, bias, residual_out, rows_out, pushed,
-    arrivals, enter_fills, enter_drains, leave_fills, leave_drains,
-    far_first, far_last, push_first, push_last, width, eps, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    sources,
+    far,
+    residual,
+    weight,
+    bias,
+    residual_out,
+    rows_out,
+    pushed,
+    arrivals,
+    enter_fills,
+    enter_drains,
+    leave_fills,
+    leave_drains,
+    far_first,
+    far_last,
+    push_first,
+    push_last,
+    width,
+    eps,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     cols = tl.arange(0, BLOCK)
     keep = cols < width
@@ -157,12 +185,25 @@ def sum_norm(
     assert all(t.is_contiguous() for t in (*sources, rows_out)), "rows must be contiguous"
     block = triton.next_power_of_2(width)
     sum_norm_kernel[(rows,)](
-        tuple(sources), tuple(far.tensors) if far else None, residual, weight, bias, residual_out,
-        rows_out, tuple(push.tensors) if push else None, shake.arrivals if shake else None,
+        tuple(sources),
+        tuple(far.tensors) if far else None,
+        residual,
+        weight,
+        bias,
+        residual_out,
+        rows_out,
+        tuple(push.tensors) if push else None,
+        shake.arrivals if shake else None,
         *(shake.arguments() if shake else (None,) * 4),
-        far.first if far else 0, far.last if far else 0,
-        push.first if push else 0, push.last if push else 0, width, eps,
-        BLOCK=block, KIND=kind, num_warps=warps(block),
+        far.first if far else 0,
+        far.last if far else 0,
+        push.first if push else 0,
+        push.last if push else 0,
+        width,
+        eps,
+        BLOCK=block,
+        KIND=kind,
+        num_warps=warps(block),
     )
 
 

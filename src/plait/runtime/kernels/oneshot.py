@@ -43,8 +43,20 @@ def missing(words):
 
 @triton.jit
 def one_shot_kernel(
-    x, residual, weight, bias, slots, turns, residual_out, rows_out, width, eps,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, CAPACITY: tl.constexpr,
+    x,
+    residual,
+    weight,
+    bias,
+    slots,
+    turns,
+    residual_out,
+    rows_out,
+    width,
+    eps,
+    RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    CAPACITY: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     RANKS: tl.constexpr = len(slots)
@@ -72,9 +84,9 @@ def one_shot_kernel(
     for rank in tl.static_range(RANKS):
         place = slots[RANK] + ((bank + rank) * CAPACITY + row).to(tl.int64) * width
         if rank == RANK:
-            words = words + (mine,)
+            words += (mine,)
         else:
-            words = words + (tl.load(place + cols, mask=keep, other=0, volatile=True),)
+            words += (tl.load(place + cols, mask=keep, other=0, volatile=True),)
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(RANKS):
         got = words[rank]
@@ -132,7 +144,21 @@ class OneShot:
         assert rows <= self.capacity, (rows, self.capacity)
         block = triton.next_power_of_2(width)
         one_shot_kernel[(rows,)](
-            x, residual, weight, bias, self.slots.on, self.turns, residual_out, rows_out, width, eps,
-            RANK=self.rank, BLOCK=block, KIND=kind, CAPACITY=self.capacity, EARLY=early,
-            num_warps=warps(block), **({"launch_pdl": True} if early else {}),
+            x,
+            residual,
+            weight,
+            bias,
+            self.slots.on,
+            self.turns,
+            residual_out,
+            rows_out,
+            width,
+            eps,
+            RANK=self.rank,
+            BLOCK=block,
+            KIND=kind,
+            CAPACITY=self.capacity,
+            EARLY=early,
+            num_warps=warps(block),
+            **({"launch_pdl": True} if early else {}),
         )
