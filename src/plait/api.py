@@ -69,7 +69,12 @@ def compile(
     job = _Job(
         source=source,
         options=planner.Options(
-            mesh.tp, _cluster(cluster, mesh), algorithm, objective, deterministic, overlap
+            mesh.tp,
+            _cluster(cluster, mesh),
+            algorithm,
+            objective,
+            deterministic,
+            overlap if mesh.pp == 1 else "off",  # a stage's cut may not fall into a region
         ),
         transport=staging.transport if staging is not None else Transport.of(group),
         agreement=Agreement(group, place),
@@ -156,7 +161,9 @@ class _Job:
     def build(self, program: Program, first: Any = None) -> Any:
         """What runs the program on this rank; `first` holds the weights that it must take."""
         if self.staging is not None:
-            return self.staging.build(program, self.options, self.agreement, self.device, self.saved, first)
+            return self.staging.build(
+                program, self.options, self.agreement, self.device, self.saved, first
+            )
         fixed = None if first is None else layouts(first.local)
         return executable(self.plan(program, fixed), self.transport, self.device)
 
@@ -176,6 +183,7 @@ class _Job:
 
     def again(self, first: Executable) -> Any:
         """Programs for other forms of call, with the weights as they are loaded."""
+
         def recompile(args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
             source = replace(self.source, args=args, kwargs=kwargs)
             with self.agreement.step("compile"):
