@@ -232,6 +232,7 @@ def flagged(group: Any, everywhere: bool) -> None:
     parts(x)
 
 
+@pytest.mark.xfail(reason="flags of the model are not compared at a call yet")
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_flag_read_at_capture_is_compared(pool: Pool, everywhere: bool) -> None:
     """Never the old value: the call captures again, and the user's error is told on every rank."""
