@@ -204,7 +204,7 @@ def node_seconds(flow: Flow, node: fx.Node, chunks: Chunks, turn: int, machine: 
     values += [(dims, _dtype(node)) for dims in access.results]
     device = machine.device
     if heavy(access):
-        left, right = (o.dims for o in access.operands if not o.added)
+        left, right, *_ = (o.dims for o in access.operands if not o.added)
         m, n, k, batch = _matmul(left, right, access.results[0], size)
         return device.launch + device.matmul_seconds(m, n, k, str(values[0][1]), batch)
     moved = sum(prod(map(size, dims)) * dtype.itemsize for dims, dtype in values)
