@@ -15,7 +15,7 @@ from torch import fx
 from plait.program import Program
 from plait.rules.describe import Access, Description, Letter, Operand
 from plait.rules.equation import Dims, Factor, atoms
-from plait.rules.layout import COPIED, WHOLE, Layout, Strategy, shard, strategies
+from plait.rules.layout import WHOLE, Layout, Strategy, shard, strategies
 from plait.rules.split import Split
 
 Key = str
@@ -213,4 +213,4 @@ def _edges(choice: Choice, choices: dict[fx.Node, Choice]) -> list[Edge]:
     return out
 
 
-__all__ = ["COPIED", "Choice", "Edge", "Key", "Problem", "build", "key"]
+__all__ = ["Choice", "Edge", "Key", "Problem", "build", "key"]

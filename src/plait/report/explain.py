@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import groupby
 
 from plait.plan.plan import Placed, Plan
@@ -30,8 +31,7 @@ def _weights(plan: Plan) -> list[str]:
     return lines
 
 
-def _grouped(layouts: object) -> list[tuple[str, list[str]]]:
-    assert hasattr(layouts, "items")
+def _grouped(layouts: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     by_layout: dict[str, list[str]] = {}
     for name, layout in layouts.items():
         by_layout.setdefault(layout, []).append(name)
@@ -65,14 +65,10 @@ def _beside(plan: Plan, placed: Placed) -> str:
 
 
 def _whole(plan: Plan) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for node, reason in plan.whole.items():
-        reasons.setdefault(reason, []).append(node)
-    return [f"whole on every rank, {why}: {', '.join(nodes)}" for why, nodes in reasons.items()]
+    return [
+        f"whole on every rank, {why}: {', '.join(nodes)}" for why, nodes in _grouped(plan.whole)
+    ]
 
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-
-
-__all__ = ["Placed", "explain"]

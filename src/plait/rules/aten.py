@@ -14,7 +14,7 @@ from torch import fx
 from plait.rules import views
 from plait.rules.describe import Access, Describer, Letter, Rule, bind, rebind, resize
 from plait.rules.equation import Factor, product
-from plait.rules.rule import Binder, Elementwise, Equation, is_tensor
+from plait.rules.rule import Binder, Elementwise, Equation, is_tensor, outputs
 from plait.rules.split import Split
 
 aten = torch.ops.aten
@@ -42,21 +42,11 @@ def reduction(kind: str) -> Rule:
                 result.append(d.fresh(next(sizes)))
             if f.size > 1:
                 letters.append(Letter(f, kind if i in gone else "parallel"))
-        results = (tuple(result),) * max(1, _count(node))
+        results = (tuple(result),) * max(1, outputs(node))
         carries = ((0,),) if kind == "sum" else ()
         return Access((operand,), results, tuple(letters), carries)
 
     return rule
-
-
-def mean(d: Describer, node: fx.Node) -> Access:
-    """Divides by the global size: partition writes it as sum / n where the dims are split."""
-    return reduction("sum")(d, node)
-
-
-def whole_along(dim: str = "dim", default: int = -1) -> Rule:
-    """Softmax-like and scan-like operators: `* k -> * k` with k whole."""
-    return along(dim, default, "whole")
 
 
 def along(dim: str, default: int, kind: str) -> Rule:
@@ -76,7 +66,7 @@ def along(dim: str, default: int, kind: str) -> Rule:
         if rank and sizes[at] != result[at].size:  # topk: a new letter
             result[at] = d.fresh(sizes[at])
             letters.append(Letter(result[at], "whole", "chosen by value"))
-        results = (tuple(result),) * max(1, _count(node))
+        results = (tuple(result),) * max(1, outputs(node))
         return Access((operand,), results, tuple(letters))
 
     return rule
@@ -153,7 +143,7 @@ def layer_norm(d: Describer, node: fx.Node) -> Access:
         binder.result([*lead, *names], d.sizes(node, i))
         if i == 0
         else binder.result([*lead, *["one"] * count], d.sizes(node, i))
-        for i in range(max(1, _count(node)))
+        for i in range(max(1, outputs(node)))
     )
     kind = "stat" if count == 1 and len(results) == 1 else "whole"
     letters = binder.letters(dict.fromkeys(names, kind))
@@ -200,14 +190,6 @@ def weight_norm(d: Describer, node: fx.Node) -> Access:
     result = binder.result(names, d.sizes(node))
     letters = binder.letters({n: "whole" for i, n in enumerate(names) if i != dim})
     return Access((v, g), (result,), letters)
-
-
-def embedding(d: Describer, node: fx.Node) -> Access:
-    """`v d, * -> * d`, v selected: ids of another rank's rows give zeros (passes/expand.py)."""
-    return _embedding(d, node)
-
-
-_embedding = Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")
 
 
 def index(d: Describer, node: fx.Node) -> Access:
@@ -372,16 +354,6 @@ def grouped_matmul(d: Describer, node: fx.Node) -> Access:
     return Access((x, weight, offs), (result,), letters, ((0,),))
 
 
-def dropout(d: Describer, node: fx.Node) -> Access:
-    """Parallel in every dim: an element's draw depends on its global index (passes/expand.py)."""
-    return Elementwise()(d, node)
-
-
-def _count(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return len(value) if isinstance(value, (tuple, list)) else 1
-
-
 def _overloads(names: str) -> list[Any]:
     """`add.Tensor sub` -> the overloads that this torch has; without a dot, all of a name's."""
     found = []
@@ -403,7 +375,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("baddbmm.default",      added_matmul("b m n", "batch1[b m i] batch2[b i n]")),
     ("convolution conv1d.default conv2d.default conv3d.default", convolution),
     # lookups
-    ("embedding.default",    embedding),
+    ("embedding.default",    Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")),
     ("index.Tensor",         index),
     ("index_select.default", index_select),
     ("gather.default",       gather),
@@ -416,7 +388,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("_weight_norm.default", weight_norm),
     # reductions
     ("sum.default sum.dim_IntList", reduction("sum")),
-    ("mean.default mean.dim", mean),
+    ("mean.default mean.dim", reduction("sum")),
     ("amax.default max.default", reduction("max")),
     ("amin.default min.default", reduction("min")),
     ("max.dim min.dim var.dim var.correction std.correction prod.dim_int any.dim all.dim logsumexp.default linalg_vector_norm.default norm.ScalarOpt_dim any.default all.default prod.default", reduction("whole")),
@@ -458,7 +430,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("abs.default exp.default expm1.default log.default log1p.default log2.default sqrt.default rsqrt.default reciprocal.default sin.default cos.default tan.default tanh.default atan.default asin.default acos.default sinh.default cosh.default sigmoid.default relu.default relu6.default gelu.default silu.default mish.default softplus.default elu.default selu.default celu.default leaky_relu.default hardtanh.default hardswish.default hardsigmoid.default softsign.default log_sigmoid.default logit.default erf.default erfc.default square.default sign.default floor.default ceil.default round.default round.decimals trunc.default frac.default isnan.default isinf.default isfinite.default logical_not.default bitwise_not.default nan_to_num.default atan2.default threshold.default prelu.default", Elementwise()),
     ("eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", Elementwise()),
     ("clamp.default clamp.Tensor clamp_min.default clamp_max.default masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.Scalar lerp.Scalar lerp.Tensor addcmul.default addcdiv.default", Elementwise()),
-    ("native_dropout.default dropout.default", dropout),
+    ("native_dropout.default dropout.default", Elementwise()),
     ("_grouped_mm.default",  grouped_matmul),
 )
 # fmt: on

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from plait.program import Program
-from plait.rules.equation import ONE, Algebra, Conflict, Dims, Factor, atoms_and_parts, segments
+from plait.rules.equation import ONE, Algebra, Conflict, Dims, Factor, atoms_and_parts
 from plait.rules.split import Split
 
 
@@ -273,5 +273,4 @@ __all__ = [
     "describe",
     "rebind",
     "resize",
-    "segments",
 ]

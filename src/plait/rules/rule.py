@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from plait.rules.describe import Access, Describer, Letter, Operand, bind
+from plait.rules.describe import Access, Describer, Letter, bind
 from plait.rules.equation import ONE, Dims, Factor
 
 _TERM = re.compile(r"(\w*)\[([^\]]*)\]")
@@ -76,7 +76,7 @@ class Elementwise:
             binder.bind(spread(["*"], len(operand.dims)), operand.dims)
         sizes = d.sizes(node)
         result = binder.result(spread(["*"], len(sizes)), sizes)
-        results = (result,) * max(1, _outputs(node))
+        results = (result,) * max(1, outputs(node))
         groups = carry_groups(self.carry, names)
         if node.target in _CASTS and not _is_float_cast(node):
             groups = ()
@@ -151,7 +151,8 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
-def _outputs(node: fx.Node) -> int:
+def outputs(node: fx.Node) -> int:
+    """How many results a node returns."""
     value = node.meta["val"]
     return len(value) if isinstance(value, (tuple, list)) else 1
 
@@ -164,4 +165,4 @@ def _is_float_cast(node: fx.Node) -> bool:
     return bool(source.is_floating_point() and node.meta["val"].is_floating_point())
 
 
-__all__ = ["Binder", "Elementwise", "Equation", "Operand", "is_tensor", "spread"]
+__all__ = ["Binder", "Elementwise", "Equation", "is_tensor", "outputs", "spread"]
