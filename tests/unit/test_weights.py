@@ -329,7 +329,7 @@ class Forgets(nn.Module):
         self.fc = nn.Linear(d, d)
         inv_freq = 1 / 10 ** (torch.arange(d) / d)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.mask = torch.linspace(0.5, 1, d)
+        self.mask = 1 - torch.arange(d) / (2 * d)  # not linspace: transformers wraps that one
 
 
 class Remembers(Forgets):
