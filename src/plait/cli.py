@@ -5,6 +5,8 @@
     plait explain ./llama --cluster dgx-h100 --tp 8
     plait verify package.module:function --nproc 2
     plait rules
+    plait collectives --nproc 4 --size 64MiB
+    plait calibrate
 
 Imports are inside the commands, so that none waits for what another needs.
 """
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _ABOUT = "Splits an ordinary PyTorch model over many devices."
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=_ABOUT)
+collectives_app = typer.Typer(invoke_without_command=True)
+app.add_typer(collectives_app, name="collectives")
 
 Model = Annotated[
     str,
@@ -128,6 +132,59 @@ def clusters() -> None:
     from plait.cluster import presets
 
     print("\n".join(presets.names()))
+
+
+@collectives_app.callback()
+def collectives(
+    context: typer.Context,
+    collective: Annotated[str, typer.Option(help="all_reduce, all_gather ...")] = "all_reduce",
+    size: Annotated[str, typer.Option(help="of the whole vector: 4KiB, 64MiB ...")] = "64MiB",
+    nproc: Nproc = 4,
+    rounds: Annotated[int, typer.Option(help="samples of each algorithm", min=1)] = 9,
+    dry: Annotated[bool, typer.Option("--dry", help="price on --cluster, run nothing")] = False,
+    cluster: Annotated[str, typer.Option(help="a preset, for --dry")] = "dgx-h100",
+    ranks: Annotated[int | None, typer.Option(help="for --dry and --show", min=1)] = None,
+    show: Annotated[str | None, typer.Option(help="draw the steps: ring, tree[6] ...")] = None,
+) -> None:
+    """Run every algorithm on this machine, or price (--dry) or draw (--show) them."""
+    from plait.report import collectives as report
+    from plait.report import tables
+
+    if context.invoked_subcommand is not None:
+        return
+    what = report.known(collective)
+    if show is not None:
+        print(report.drawn(show, what, ranks))
+    elif dry:
+        machine = report.part(cluster, ranks)
+        tables.show(report.priced(what, report.parse_size(size), machine))
+    else:
+        report.run(what, report.parse_size(size), nproc, rounds)
+
+
+@collectives_app.command("tuner-csv")
+def tuner_csv(
+    cluster: Cluster,
+    ranks: Annotated[int | None, typer.Option(help="the first so many of the cluster")] = None,
+) -> None:
+    """The choice among NCCL's own algorithms, as its tuner plugin's configuration file."""
+    from plait.cost.tuner import csv
+    from plait.report.collectives import part
+
+    print(csv(part(cluster, ranks)), end="")
+
+
+@app.command()
+def calibrate(
+    nproc: Annotated[list[int] | None, typer.Option(help="processes; may be repeated")] = None,
+    seconds: Annotated[float, typer.Option(help="about how long", min=1)] = 100.0,
+) -> None:
+    """Measure this machine's collectives, and keep it for every later prediction and choice."""
+    from plait.cluster import stored
+    from plait.runtime import calibrate as machine
+
+    found = machine.measure(*(nproc or ()), say=_say, seconds=seconds)
+    print(f"{found}\nkept in {stored.store(found)}")
 
 
 def main() -> None:

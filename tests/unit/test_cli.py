@@ -47,9 +47,33 @@ def test_plan_and_explain(
     assert "tp=2 pp=1 dp=1 on dgx-h100[2]" in capsys.readouterr().out
 
 
+def test_collectives_priced_drawn_and_tuned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on = ("--cluster", "dgx-h100[2x8]")
+    assert call(monkeypatch, "collectives", "--dry", *on, "--ranks", "8", "--size", "1MiB") == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("native", "ring", "parameter_server", "halving_doubling"))
+    assert call(monkeypatch, "collectives", "--show", "ring", "--ranks", "3") == 0
+    assert "0      2: +1    0: +2    1: +0" in capsys.readouterr().out
+    assert call(monkeypatch, "collectives", "tuner-csv", *on) == 0
+    rows = [line.split(",") for line in capsys.readouterr().out.splitlines() if line[0] != "#"]
+    assert {len(row) for row in rows} == {10}
+    for name in ("allreduce", "allgather", "reducescatter", "broadcast", "reduce"):
+        mine = [row for row in rows if row[0] == name]
+        assert [int(b[1]) for b in mine[1:]] == [int(a[2]) + 1 for a in mine[:-1]]  # no gap
+        assert all(row[3] in ("ring", "tree", "nvls") for row in mine)
+        assert all(row[4] in ("ll", "ll128", "simple") for row in mine)
+        assert {tuple(row[6:8]) for row in mine} == {("2", "16")}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("collectives", "--collective", "sum"), "'sum' is none of all_reduce,"),
+        (("collectives", "--size", "big"), "'big' is no size"),
+        (("collectives", "--show", "ring[0]"), "ring[0]"),
+        (("collectives", "tuner-csv", "--cluster", "loopback"), "loopback has no NCCL"),
         (("plan", "climodel:g", "--cluster", "dgx-h100"), "module 'climodel' has no 'g'"),
         (("plan", "climodel:f", "--cluster", "nowhere"), "nowhere"),
         (("plan", "climodel:f", "--cluster", "dgx-h100", "--tp", "some"), "--tp some: a number"),

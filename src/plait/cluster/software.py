@@ -57,11 +57,13 @@ class Shared:
 
 
 # A hop of Simple costs so many times one of LL: 3.4 / 0.6 us by NVLink, 14 / 2.7 us by network; of
-# LL128: 1.9 / 0.6 and 4 / 2.7 us. Its trees reach that part of what its rings do. (All of it:
-# NCCL src/graph/tuning.cc.)
+# LL128: 1.9 / 0.6 and 4 / 2.7 us, in trees 1.25 / 0.6 and 8.5 / 5 us. Trees reach 0.92 of the rate
+# of rings, by LL 0.92 / 3.8 where rings reach a half. (All of it: NCCL src/graph/tuning.cc 2.30.)
 SIMPLE_HOPS = 5.0
 MID_HOPS = 3.0
+TREE_MID_HOPS = 1.9
 TREE_SHARE = 0.92
+TREE_FEW_SHARE = 0.92 / 3.8 / 0.5
 
 
 def launch(method: str, shared: Shared) -> float:
@@ -96,8 +98,8 @@ def nccl(shared: Shared) -> Transport:
             ("ring", few),
             ("ring", mid),
             ("ring", many(shared.many_base, shared.many_share)),
-            ("tree", few),
-            ("tree", mid),
+            ("tree", replace(few, share=shared.few_share * TREE_FEW_SHARE)),
+            ("tree", replace(mid, hops=TREE_MID_HOPS, share=shared.mid_share * TREE_SHARE)),
             ("tree", many(shared.many_base, shared.many_share * TREE_SHARE)),
             ("nvls", many(shared.switch_base, shared.many_share)),
         ),

@@ -54,11 +54,17 @@ def run_table(outcome: Outcome) -> Table:
     return table
 
 
+def plain(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table of these columns; those in `right` are set to the right."""
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", show_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
 def plan_table(plan: Plan, title: str) -> Table:
     """The weights' layouts and the collectives; repeated layers in one row."""
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", show_edge=False)
-    for column in ("what", "how", "times", "bytes"):
-        table.add_column(column, justify="right" if column == "times" else "left", overflow="fold")
+    table = plain(title, "what", "how", "times", "bytes", right=["times"])
     for (name, layout), count in counted(
         (pattern(n), _share(how, plan)) for n, how in plan.weights.items()
     ):

@@ -77,9 +77,14 @@ def conclude(rows: Sequence[Measured], device: Device) -> Calibration:
         found = fit(table, bare.lines, "measured")
         known.append((spelling, found.protocols))
         errors += found.errors
+    now = datetime.now(UTC).isoformat(timespec="seconds")
     return Calibration(
-        replace(cluster, transports=(replace(gloo, measured=tuple(known)),)),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        replace(
+            cluster,
+            transports=(replace(gloo, measured=tuple(known)),),
+            source=f"measured {now} on {platform.node()}, torch {torch.__version__}: {METHOD}",
+        ),
+        date=now,
         host=platform.node(),
         torch=torch.__version__,
         method=METHOD,
