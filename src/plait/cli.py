@@ -147,6 +147,8 @@ def collectives(
     show: Annotated[str | None, typer.Option(help="draw the steps: ring, tree[6] ...")] = None,
 ) -> None:
     """Run every algorithm on this machine, or price (--dry) or draw (--show) them."""
+    from plait import survey
+    from plait.cluster.units import parse_size
     from plait.report import collectives as report
     from plait.report import tables
 
@@ -157,9 +159,9 @@ def collectives(
         print(report.drawn(show, what, ranks))
     elif dry:
         machine = report.part(cluster, ranks)
-        tables.show(report.priced(what, report.parse_size(size), machine))
+        tables.show(report.priced(what, parse_size(size), machine))
     else:
-        report.run(what, report.parse_size(size), nproc, rounds)
+        survey.run(what, parse_size(size), nproc, rounds)
 
 
 @collectives_app.command("tuner-csv")

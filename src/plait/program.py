@@ -116,8 +116,32 @@ class Program:
     def _by_node(self) -> dict[str, Weight]:
         return {w.node: w for w in self.weights}
 
+    def differentiable(self) -> set[fx.Node]:
+        """The nodes through which gradients may flow."""
+        if not self.training:
+            return set()
+        out: set[fx.Node] = set()
+        trainable = {w.node for w in self.weights if w.requires_grad}
+        frozen = {w.node for w in self.weights} - trainable
+        for node in self.graph.nodes:
+            if not _any_float(node.meta.get("val")):
+                continue
+            if node.op == "placeholder":
+                if node.name not in frozen:
+                    out.add(node)
+            elif any(i in out for i in node.all_input_nodes):
+                out.add(node)
+        return out
+
     def with_(self, **changes: Any) -> Program:
         return replace(self, **changes)
+
+
+def _any_float(value: object) -> bool:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(
+        isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
+    )
 
 
 def module_path(node: fx.Node) -> str:

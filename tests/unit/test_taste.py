@@ -16,6 +16,7 @@ from plait import errors
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "plait").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+pytestmark = pytest.mark.unthinned
 FILE_LINES, FUNCTION_LINES = 600, 80
 
 PUBLIC = {
@@ -35,13 +36,14 @@ LEVELS = (
     "errors",
     "program mesh",
     "rules cluster collectives",
+    "timeline",
     "cost passes",
-    "capture plan",
+    "capture plan simulate",
     "report",
     "runtime",
     "api fetch",
     "models",
-    "generate verify",
+    "generate verify survey",
     "cli",
 )
 

@@ -23,7 +23,6 @@ from torch import Tensor, fx
 
 from plait.passes.expand import is_random
 from plait.passes.partition import Emitter
-from plait.plan.problem import differentiable
 from plait.program import Input, Program, module_path
 from plait.rules.describe import Access, Description
 from plait.rules.equation import Dims, Factor, atoms
@@ -202,7 +201,7 @@ def piece(program: Program, d: Description, batch: Batch, k: int) -> Program:
     Its inputs are the rows of the piece; an input that is also needed whole comes once more, as
     `name__whole`.
     """
-    emitter = _Piece(program, d, batch.strategies, differentiable(program, d), k)
+    emitter = _Piece(program, d, batch.strategies, program.differentiable(), k)
     local = emitter.run()
     assert not local.sites and not local.seeded, "a piece needs nothing from the others"
     wholes = emitter.whole_copies()

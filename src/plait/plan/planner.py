@@ -22,7 +22,7 @@ from plait.passes.partition import Local, Site, partition
 from plait.plan import overlaps
 from plait.plan.plan import Placed, Plan, program_digest
 from plait.plan.prices import CostPrices, Rates
-from plait.plan.problem import Problem, build, differentiable
+from plait.plan.problem import Problem, build
 from plait.plan.sharding import solve
 from plait.program import Program
 from plait.rules.aten import table
@@ -91,7 +91,7 @@ def replay(program: Program, plan: Plan, options: Options) -> Planned:
         if label not in by_label:
             raise PlanError(f"{node.name} has no strategy {label}; it has {', '.join(by_label)}")
         strategies[node] = by_label[label]
-    grads = differentiable(program, description)
+    grads = program.differentiable()
     flow = Flow(program, description, strategies, grads)
     return Planned(plan, program, description, strategies, grads, overlaps.again(flow, plan))
 
@@ -160,7 +160,7 @@ def _planned(
     options: Options,
     prices: CostPrices,
 ) -> Planned:
-    grads = differentiable(program, description)
+    grads = program.differentiable()
     first = partition(program, description, strategies, grads, 0)
     placed = tuple(p for site in first.sites.values() for p in _place(site, options))
     work = sum(

@@ -86,38 +86,10 @@ def key(layout: Layout, dims: Dims, grad: bool) -> Key:
     return f"shard({','.join(at)}{others})"
 
 
-def differentiable(program: Program, d: Description) -> set[fx.Node]:
-    """The nodes through which gradients may flow."""
-    if not program.training:
-        return set()
-    out: set[fx.Node] = set()
-    trainable = {w.node for w in program.weights if w.requires_grad}
-    weights = {w.node for w in program.weights}
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        first = value[0] if isinstance(value, (tuple, list)) and value else value
-        if not isinstance(first, torch.Tensor):
-            continue
-        if node.op == "placeholder":
-            is_input = node.name not in weights and _any_float(first)
-            if node.name in trainable or is_input:
-                out.add(node)
-        elif any(i in out for i in node.all_input_nodes) and _any_float(value):
-            out.add(node)
-    return out
-
-
-def _any_float(value: object) -> bool:
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(
-        isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values
-    )
-
-
 def build(program: Program, d: Description, n: int) -> Problem:
     """Choices and edges of a program on an axis of `n` ranks."""
     splits = candidate_splits(d, n)
-    grads = differentiable(program, d)
+    grads = program.differentiable()
     by_atom: dict[Factor, list[Split]] = {}
     for split in splits:
         for f in split.factors:

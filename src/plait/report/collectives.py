@@ -1,28 +1,22 @@
-"""What `plait collectives` prints: prices of a described cluster, or this machine's own times."""
+"""What `plait collectives` prints: steps drawn, prices of a described cluster, measured times."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
 from rich.table import Table
 
 from plait.cluster import Cluster
-from plait.cluster.units import parse_size, spell_seconds, spell_size
-from plait.collectives.algorithms import build, names
+from plait.cluster.units import spell_seconds, spell_size
+from plait.collectives.algorithms import build
 from plait.collectives.explain import draw, explain
 from plait.collectives.ledger import least
-from plait.collectives.measure import Measured, measure, private_loopback
+from plait.collectives.measure import Measured
 from plait.collectives.schedule import COLLECTIVES, Collective
 from plait.cost.bound import bound
 from plait.cost.comm import choose, price
 from plait.errors import ClusterError, CollectiveError
-from plait.report.tables import plain, show
-from plait.runtime.processes import launch, world
-
-__all__ = ["drawn", "known", "parse_size", "part", "priced", "run"]
+from plait.report.tables import plain
 
 
 def known(collective: str) -> Collective:
@@ -61,26 +55,6 @@ def priced(collective: str, size: int, cluster: Cluster) -> Table:
             spell_size(row.bytes_per_rank),
         )
     return table
-
-
-def run(collective: Collective, size: int, nproc: int, rounds: int) -> None:
-    """On local processes, in a network of their own where the system allows it."""
-    private = private_loopback()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    launch(times, nproc, collective, size, rounds, private)
-
-
-def times(collective: Collective, size: int, rounds: int, private: bool) -> None:
-    """Every algorithm on the ranks of this world, all of them in every round; rank 0 prints."""
-    torch.set_num_threads(1)
-    group, _ = world("gloo")
-    ranks = dist.get_world_size(group)
-    asked = ["native", *names(collective)]
-    found = measure(asked, size, group, rounds=rounds, collective=collective)
-    if dist.get_rank(group) == 0:
-        cluster = Cluster.of(None).subset(range(ranks))
-        show(measured(found, cluster), *_notes(found, cluster, private))
-    dist.barrier(group)
 
 
 def measured(found: Sequence[Measured], cluster: Cluster) -> Table:
@@ -125,12 +99,13 @@ def _predicted(row: Measured, cluster: Cluster) -> float | None:
         return None
 
 
-def _notes(found: Sequence[Measured], cluster: Cluster, private: bool) -> list[str]:
+def notes(found: Sequence[Measured], cluster: Cluster, private: bool) -> list[str]:
+    """The bound, and what to know of the figures; `private`: nobody else used the loopback."""
     first = found[0]
     limit = bound(first.collective, cluster)(first.size)
-    notes = [f"no algorithm can take less than {spell_seconds(limit)} on {cluster.name}"]
+    said = [f"no algorithm can take less than {spell_seconds(limit)} on {cluster.name}"]
     if not cluster.source.startswith("measured"):
-        notes.append("predicted from a preset: `plait calibrate` measures this machine")
+        said.append("predicted from a preset: `plait calibrate` measures this machine")
     if not private:
-        notes.append("bytes are of the whole loopback, other programs' included")
-    return notes
+        said.append("bytes are of the whole loopback, other programs' included")
+    return said

@@ -1,0 +1,36 @@
+"""`plait collectives`: every algorithm on this machine, timed in turns and counted."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from plait.cluster import Cluster
+from plait.collectives.algorithms import names
+from plait.collectives.measure import measure, private_loopback
+from plait.collectives.schedule import Collective
+from plait.report.collectives import measured, notes
+from plait.report.tables import show
+from plait.runtime.processes import launch, world
+
+
+def run(collective: Collective, size: int, nproc: int, rounds: int) -> None:
+    """On local processes, in a network of their own where the system allows it."""
+    private = private_loopback()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    launch(survey, nproc, collective, size, rounds, private)
+
+
+def survey(collective: Collective, size: int, rounds: int, private: bool) -> None:
+    """Every algorithm on the ranks of this world, all of them in every round; rank 0 prints."""
+    torch.set_num_threads(1)
+    group, _ = world("gloo")
+    ranks = dist.get_world_size(group)
+    asked = ["native", *names(collective)]
+    found = measure(asked, size, group, rounds=rounds, collective=collective)
+    if dist.get_rank(group) == 0:
+        cluster = Cluster.of(None).subset(range(ranks))
+        show(measured(found, cluster), *notes(found, cluster, private))
+    dist.barrier(group)
