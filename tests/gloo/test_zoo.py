@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import plait
 from plait.errors import CaptureError
 from tests import zoo
 from tests.cases.case import Setup
-from tests.compare import demand, discrepancies, plain, within
+from tests.compare import Run, as_good_as, demand, discrepancies, plain, within
 from tests.gloo import prove
 from tests.gloo.harness import Pool
 
@@ -36,17 +37,25 @@ def right(group: Any, name: str, training: bool) -> tuple[prove.Report, dict[str
     demand(prove.saved(parts, model), about=f"state_dict of {name}")
     with torch.set_grad_enabled(training):
         got = prove.run(parts, setup, training)
-    demand(
-        discrepancies(plain_buffers(got, want), want, within(dtype=torch.float32)),
-        about=f"{name} tp={tp}",
-    )
+    demand(beyond_noise(plain_buffers(got, want), want, setup), about=f"{name} tp={tp}")
     held = {n: tuple(p.shape) for n, p in parts.named_parameters()}
     return prove.report(parts, model, got), held
 
 
-def plain_buffers(got: Any, want: Any) -> Any:
-    from dataclasses import replace
+def beyond_noise(got: Run, want: Run, setup: Setup) -> list[str]:
+    """What differs by more than the tolerance, and by more than float32 alone does.
 
+    The gradients of some of these models are sums of terms near a hundred, and one process is as
+    far from float64 as the tolerance allows.
+    """
+    lines = discrepancies(got, want, within(dtype=torch.float32))
+    if not lines:
+        return lines
+    exact = plain(setup.to(torch.float64), bool(want.gradients))
+    return discrepancies(got, want, as_good_as(vars(want), vars(exact)))
+
+
+def plain_buffers(got: Any, want: Any) -> Any:
     return replace(got, buffers=want.buffers)
 
 

@@ -120,17 +120,21 @@ def _own_group(group: dist.ProcessGroup, place: int, mesh: Mesh) -> dist.Process
     """The tensor-parallel group of `place`; all ranks of `group` come here together.
 
     A part of the world makes its groups without the others. torch names such a group by its ranks
-    alone, so that a second one of the same ranks would meet the first one's keys in the store: it
-    is made once a process.
+    and by how many groups a process has had, so that ranks with different pasts would wait for each
+    other under different names: those that are behind first make groups of their own rank alone.
     """
     ranks = dist.get_process_group_ranks(group)
     lines = [ranks[p * mesh.tp : (p + 1) * mesh.tp] for p in range(mesh.pp)]
     if len(ranks) == dist.get_world_size():
         return [dist.new_group(line) for line in lines][place]  # type: ignore[no-any-return]
-    own = tuple(lines[place])
-    if own not in _LOCAL_GROUPS:
-        _LOCAL_GROUPS[own] = dist.new_group(list(own), use_local_synchronization=True)
-    return _LOCAL_GROUPS[own]
+    for _ in range(_behind(group)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return dist.new_group(lines[place], use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
-_LOCAL_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+def _behind(group: dist.ProcessGroup) -> int:
+    """How many groups fewer than another rank of `group` this one has had."""
+    had: list[int] = [0] * dist.get_world_size(group)
+    mine = len(dist.distributed_c10d._world.pg_names)
+    dist.all_gather_object(had, mine, group=group)
+    return max(had) - mine
