@@ -134,18 +134,21 @@ def _timed(run: Callable[[], object], group: dist.ProcessGroup | None) -> float:
 
 
 def _counted(run: Callable[[], object], group: dist.ProcessGroup | None) -> int | None:
-    """Bytes on the loopback in one call, less those of a barrier; rank 0's counters, for all."""
-    counters = torch.zeros(3, dtype=torch.int64)
-    dist.barrier(group)
-    counters[0] = loopback_bytes() or -1
-    dist.barrier(group)
-    counters[1] = loopback_bytes() or -1
+    """Bytes on the loopback in one call, less those of the barriers; rank 0's counters, for all."""
+    first, second = _still(group), _still(group)
     run()
-    dist.barrier(group)
-    counters[2] = loopback_bytes() or -1
+    counters = torch.tensor([first, second, _still(group)])
     dist.broadcast(counters, group=group, group_src=0)
     before, between, after = counters.tolist()
     return None if -1 in (before, between, after) else (after - between) - (between - before)
+
+
+def _still(group: dist.ProcessGroup | None) -> int:
+    """The loopback's counter while no rank sends: none goes on before all have read."""
+    dist.barrier(group)
+    count = loopback_bytes()
+    dist.barrier(group)
+    return -1 if count is None else count
 
 
 # --- the loopback interface -------------------------------------------------------------------------
