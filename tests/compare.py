@@ -46,10 +46,11 @@ def execute(
     gradients: Callable[[], Mapping[str, Tensor | None]] | None = None,
     buffers: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Run:
-    """Forward, loss, backward; `gradients` reads them by name (default: no backward)."""
+    """Forward, loss, backward; `gradients` reads them by name (default: inference)."""
     args, kwargs = setup.inputs()
-    out = call(*args, **kwargs)
-    loss = setup.loss(out)
+    with torch.set_grad_enabled(gradients is not None):
+        out = call(*args, **kwargs)
+        loss = setup.loss(out)
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     asked = [x for x in leaves if x.requires_grad]
     if gradients is None:

@@ -49,8 +49,8 @@ class Mesh:
 def probe(out: Any) -> Tensor:
     """A loss that weighs every element of every floating output differently."""
     leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
-    terms = [_weigh(x) for x in leaves if x.requires_grad or len(leaves) == 1]
-    return torch.stack(terms).sum()
+    learned = [x for x in leaves if x.requires_grad]  # none without gradients
+    return torch.stack([_weigh(x) for x in learned or leaves]).sum()
 
 
 def _weigh(x: Tensor) -> Tensor:

@@ -49,6 +49,32 @@ def b49_three_tokens() -> Setup:
     return _few_tokens(3)
 
 
+class Residual(nn.Module):
+    """Norms and residuals between two MLPs: what lies between the sums may be split by rows."""
+
+    def __init__(self, d: int = 9, f: int = 14) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(d) for _ in range(3))
+        self.ups = nn.ModuleList(nn.Linear(d, f) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(f, d) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=False):
+            x = x + down(up(norm(x)).tanh())
+        return self.norms[-1](x)
+
+
+@case("tp4")
+def b49_rows_of_the_residual() -> Setup:
+    """Five rows on four ranks."""
+    return Setup(Residual(), (torch.randn(1, 5, 9, requires_grad=True),), loss=columns)
+
+
+@case("tp4")
+def b49_fewer_rows_than_ranks() -> Setup:
+    return Setup(Residual(), (torch.randn(1, 3, 9, requires_grad=True),), loss=columns)
+
+
 class HeadNorms(nn.Module):
     """Qwen3: one norm weight for all heads; each rank sees its heads' part of the gradient."""
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from plait.runtime.processes import die_with_parent
 
 PRELOAD = ["torch", "torch.export", "torch._dynamo", "transformers", "pytest", "plait"]
-SIZES = (4, 8)  # a pool has one of these sizes: few restarts, and idle ranks cost nothing
+SIZES = (4, 8, 16)  # a pool has one of these sizes: few restarts, and idle ranks cost nothing
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,48 @@ def test_a_buffer_in_no_file_is_made_again_or_refused(pool: Pool, tmp_path: Path
         prove.alike(answers)
 
 
+class RotatedShort(Rotated):
+    """Positions by the thousand times fp32 frequencies, before a product in the weights' dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angle = torch.arange(0, 7000, 1000)[:, None] * self.inv_freq
+        return self.fc((x * angle.cos() * self.mask).to(self.fc.weight.dtype))
+
+
+def short(group: Any, folder: str) -> dict[str, str]:
+    """Weights become bf16, buffers do not: a rounded frequency would turn the angles."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 7, 8)
+    with torch.device("meta"):
+        empty = RotatedShort()
+    parts = plait.compile(
+        empty, (x,), tp=2, group=group, weights=folder, dtype=torch.bfloat16, cluster=prove.free(2)
+    )
+    plain = RotatedShort()
+    plain.load_state_dict(load_file(Path(folder) / "model.safetensors"))
+    plain.fc.to(torch.bfloat16)
+    with torch.no_grad():
+        got, want = parts(x), plain(x)
+        plain.inv_freq = plain.inv_freq.bfloat16().float()
+        rounded = plain(x)
+    close = within(2e-2, 2e-2)
+    assert differences(rounded, want, "rounded", close), "the test sees no rounding"
+    demand(differences(got, want, "out", close), about="bf16")
+    return {"out": digest(got)}
+
+
+def test_buffers_keep_their_dtype_in_a_short_model(pool: Pool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_file(dict(RotatedShort().state_dict()), tmp_path / "model.safetensors")
+    answers = pool.ask(short, 2, str(tmp_path))
+    errors = [getattr(a, "error", None) for a in answers]
+    if any(errors):
+        assert all(isinstance(e, PlaitError) for e in errors), errors
+        assert all("inv_freq" in str(e) or "mask" in str(e) for e in errors)
+    else:
+        prove.alike(answers)
+
+
 def rows(group: Any, weights: str, dtype: torch.dtype | None) -> dict[str, Any]:
     case = CASES["b55_rows_that_name_themselves"]
     setup = case.setup()

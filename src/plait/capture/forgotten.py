@@ -35,7 +35,9 @@ class Forgotten:
         while stack:
             node = stack.pop()
             if isinstance(node, torch.autograd.function.BackwardCFunction):
-                self.functions[node._forward_cls] = None  # type: ignore[attr-defined]
+                cls = node._forward_cls  # type: ignore[attr-defined]
+                if not _belongs_to_an_operator(cls):
+                    self.functions[cls] = None
             new = {n for n, _ in node.next_functions if n is not None} - seen
             seen |= new
             stack.extend(new)
@@ -76,6 +78,12 @@ class Forgotten:
                 "operators only. Write the forward so that autograd gives the same gradient "
                 "(x + (f(x) - x).detach() for a straight-through f), or capture with training=False"
             )
+
+
+def _belongs_to_an_operator(cls: type) -> bool:
+    """A backward that torch.library.register_autograd gave to an operator: the graph keeps the
+    operator, and with it this backward."""
+    return cls.__module__ == torch._library.autograd.__name__
 
 
 def _place(cls: type) -> str:
