@@ -20,7 +20,7 @@ from plait.capture import capture
 from plait.passes.partition import Local, partition
 from plait.passes.pretend import run_pretend, scatter
 from plait.plan.prices import CostPrices, Rates
-from plait.plan.problem import Choice, Key, build, differentiable
+from plait.plan.problem import Choice, Key, build
 from plait.plan.sharding import Prices, Solution, solve
 from plait.program import Program
 from plait.rules.aten import table
@@ -83,7 +83,7 @@ def trace(setup: Setup, training: bool) -> Program:
 def divide(program: Program, n: int, prices: Prices) -> Divided:
     """The program of every rank."""
     description = describe(program, table())
-    grads = differentiable(program, description)
+    grads = program.differentiable()
     solution = solve(build(program, description, n), prices, tie=False)
     ranks = tuple(
         partition(program, description, solution.strategies, grads, rank) for rank in range(n)
