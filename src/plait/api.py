@@ -12,15 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.capture import capture
+from plait.capture.state import Ambient, State, around, posed
 from plait.cluster import Cluster
+from plait.errors import CaptureError
 from plait.mesh import Mesh, refuse_what_is_coming
 from plait.plan import overlaps, planner
 from plait.plan.plan import Plan, program_digest
 from plait.plan.planner import Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
-from plait.runtime.compiled import Compiled, Holdings, part_of
+from plait.runtime.compiled import Compiled, Holdings, Values, part_of
 from plait.runtime.executor import Executable, executable, layouts
+from plait.runtime.follow import Follower
 from plait.runtime.processes import world
 from plait.runtime.staging import Staging
 from plait.runtime.transport import Transport
@@ -65,7 +68,7 @@ def compile(
     mesh = Mesh.of(tp, pp, dp, dist.get_world_size(group) if group is not None else 1)
     staging = Staging.of(mesh, Cluster.of(cluster), group, micro_batches, schedule, outputs)
     place = _device(model, device, group)
-    source = _Source(_retyped(model, dtype), args, kwargs, dynamic, training)
+    source = _Source(model, dtype, args, kwargs, dynamic, training, place)
     job = _Job(
         source=source,
         options=planner.Options(
@@ -82,14 +85,17 @@ def compile(
         saved=plan,
         staging=staging,
     )
+    ambient = replace(Ambient.now(training, place), grad=training)
     with job.agreement.step("compile"):
-        program = source.capture(model.training)
+        program = source.capture(ambient)
+        follower = Follower.of(model, program, ambient, place)
+    folded = follower.state.facts.contents
+    job.agreement.same("compile", [f"{name}: {folded[name]}" for name in sorted(folded)])
     first = job.build(program)
     with job.agreement.step("load"):
         holdings = _load(model, program, first, job, weights, dtype)
-    names = list(model.state_dict(keep_vars=True))
     return Compiled(
-        first, holdings, job.transport, job.agreement, job.again(first), names, model.training
+        first, holdings, job.transport, job.agreement, job.again(first), follower
     )
 
 
@@ -118,7 +124,7 @@ def plan(
         mesh.tp, machine.subset(range(mesh.tp)), algorithm, objective, deterministic, overlap
     )
     return planner.make(
-        _Source(model, args, kwargs, dynamic, training).capture(model.training), options
+        capture(model, args, kwargs, dynamic=dynamic, training=training), options
     ).plan
 
 
@@ -127,23 +133,29 @@ class _Source:
     """Where programs come from: the user's model and how it was asked for."""
 
     model: nn.Module
+    dtype: torch.dtype | None
     args: Sequence[Any]
     kwargs: Mapping[str, Any] | None
     dynamic: Mapping[str, Any] | None
     training: bool
+    device: torch.device
 
-    def capture(self, mode: bool) -> Program:
-        """In train or eval mode; the model's own flags are put back."""
-        before = {m: m.training for m in self.model.modules()}
-        try:
-            if mode != self.model.training:
-                self.model.train(mode)
+    def capture(self, ambient: Ambient) -> Program:
+        """The model as it is now."""
+        model = _retyped(self.model, self.dtype)
+        with around(model, ambient, self.device):
             return capture(
-                self.model, self.args, self.kwargs, dynamic=self.dynamic, training=self.training
+                model,
+                self.args,
+                self.kwargs,
+                dynamic=self.dynamic,
+                training=self.training and ambient.grad,
             )
-        finally:
-            for module, flag in before.items():
-                module.training = flag
+
+    def capture_again(self, state: State, values: Values) -> Program:
+        """In another state and with the buffers of the compiled module; the model keeps its own."""
+        with posed(self.model, state.facts.flags, values):
+            return self.capture(state.ambient)
 
 
 @dataclass(frozen=True)
@@ -184,10 +196,13 @@ class _Job:
     def again(self, first: Executable) -> Any:
         """Programs for other forms of call, with the weights as they are loaded."""
 
-        def recompile(args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
+        def recompile(
+            args: Sequence[Any], kwargs: Mapping[str, Any], state: State, values: Values
+        ) -> Executable:
             source = replace(self.source, args=args, kwargs=kwargs)
             with self.agreement.step("compile"):
-                program = source.capture(mode)
+                program = source.capture_again(state, values)
+                _same_weights(first.planned.program, program)
             return self.build(program, first)  # type: ignore[no-any-return]
 
         return recompile
@@ -211,6 +226,24 @@ def _load(
             value = tensors[weight.name]
             tensors[weight.name] = nn.Parameter(value, requires_grad=weight.requires_grad)
     return Holdings(shares, tensors, unused, places)
+
+
+def _same_weights(before: Program, now: Program) -> None:
+    """A compiled module has its weights already: another program of it has to take them."""
+    held = {n: w for w in (*before.weights, *before.unused) for n in w.names}
+    wrong = [
+        f"{w.name} {list(w.shape)} {w.dtype}, compiled as "
+        + (f"{list(old.shape)} {old.dtype}" if old is not None else "nothing")
+        for w in now.weights
+        if w.kind != "constant"
+        for old in [held.get(w.name)]
+        if old is None or (old.shape, old.dtype) != (w.shape, w.dtype)
+    ]
+    if wrong:
+        raise CaptureError(
+            f"the weights of the model changed after the compile: {'; '.join(wrong)}. Compile the "
+            "model again"
+        )
 
 
 def _retyped(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -87,13 +87,6 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """What capture read from the model and could not put in the graph; compared on each call."""
-
-    values: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
 class Program:
     graph: fx.Graph
     weights: tuple[Weight, ...]
@@ -106,7 +99,8 @@ class Program:
     unused: tuple[Weight, ...] = ()  # weights that no operator reads; kept for state_dict()
     training: bool = False  # gradients are asked for
     sizes: tuple[Size, ...] = ()  # the dynamic ones
-    folded: dict[str, torch.Tensor] = field(default_factory=dict)  # see passes/fold.py
+    folded: tuple[str, ...] = ()  # tensors of the model whose values stand in constants
+    sets: tuple[str, ...] = ()  # attributes that the model's forward sets
     notes: tuple[str, ...] = ()  # what capture found or gave up, for explain()
 
     def weight(self, node: str) -> Weight:

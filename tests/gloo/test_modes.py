@@ -232,13 +232,68 @@ def flagged(group: Any, everywhere: bool) -> None:
     parts(x)
 
 
-@pytest.mark.xfail(reason="flags of the model are not compared at a call yet")
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_flag_read_at_capture_is_compared(pool: Pool, everywhere: bool) -> None:
     """Never the old value: the call captures again, and the user's error is told on every rank."""
+    words = "bad input on this rank" if everywhere else "fail: False on rank 0, True on rank 1"
     failures = pool.errors(flagged, 2, everywhere)
-    assert all("bad input on this rank" in f.message or "fail" in f.message for f in failures)
+    assert all(words in f.message for f in failures), failures
     assert all(isinstance(f.error, PlaitError) for f in failures), failures
+
+
+def followed(group: Any, mesh: str) -> dict[str, str]:
+    """Weights frozen and thawed on the compiled module, by the ranks that hold them."""
+    case = CASES["frozen_parts"]
+    setup = case.setup(torch.float64)
+    parts = prove.compiled(case, setup, Mesh.parse(mesh), group)
+    got: dict[str, str] = {}
+    for frozen in ("up.bias", "down.weight", "up.weight"):
+        for name, p in parts.named_parameters():
+            p.requires_grad_(name != frozen)
+        for name, p in setup.model.named_parameters():
+            p.requires_grad_(name != frozen)
+        want = plain(setup)
+        parts.zero_grad()
+        ours = prove.run(parts, setup, True)
+        demand(differences(ours.gradients, want.gradients, frozen))
+        with torch.no_grad():
+            demand(differences(parts(*setup.inputs()[0]), want.out))
+        got[frozen] = digest(ours.gradients)
+    return got
+
+
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.full)])
+def test_weights_are_frozen_and_thawed(pool: Pool, mesh: str) -> None:
+    prove.alike(pool.run(followed, 2, mesh))
+
+
+def alone(group: Any, what: str) -> None:
+    """Rank 1 does otherwise than rank 0."""
+    case = CASES["b24_modes"]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    (x,), _ = setup.inputs()
+    other = dist.get_rank(group) == 1
+    if other and what == "eval":
+        parts.eval()
+    if other and what == "frozen":
+        next(iter(parts.parameters())).requires_grad_(False)
+    with torch.set_grad_enabled(not (other and what == "no_grad")):
+        parts(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("eval", "training: True on rank 0, False on rank 1"),
+        ("frozen", "0.weight.requires_grad: True on rank 0, False on rank 1"),
+        ("no_grad", "gradients on, autocast off on rank 0, gradients off, autocast off on rank 1"),
+    ],
+)
+def test_modes_of_one_rank_alone_are_refused(pool: Pool, what: str, words: str) -> None:
+    for failure in pool.errors(alone, 2, what):
+        assert isinstance(failure.error, InputError)
+        assert words in failure.message
 
 
 # -- order and repetition -----------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -20,6 +20,7 @@ class Export:
     call: Call  # with what the trial found of its dynamic sizes
     blocks: Blocks
     notes: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()  # attributes that forward sets
 
 
 def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool = True) -> Export:
@@ -30,19 +31,17 @@ def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool =
             proof = prove(model, call, training, blocks=blocks)
         refuse_fixed(proof.ranges, proof.places)
         call = call.with_ranges(proof.ranges)
-        notes = _notes(proof)
+        sets = tuple(c for c in proof.changed if c.split(".")[-1] not in ("_buffers", "_parameters"))
+        notes: tuple[str, ...] = ()
+        if sets:
+            notes = (f"forward sets {', '.join(sets)}, which a compiled model does not",)
         with explained(proof.places):
             if proof.groups:
                 try:
-                    return _export(model, call, training, proof, notes)
+                    return replace(_export(model, call, training, proof, notes), sets=sets)
                 except Exception as error:  # the full export works, or has the better message
                     notes += (f"every block was exported by itself: {error}",)
-            return _export(model, call, training, Proof(), notes)
-
-
-def _notes(proof: Proof) -> tuple[str, ...]:
-    found = [c for c in proof.changed if c.split(".")[-1] not in ("_buffers", "_parameters")]
-    return (f"forward sets {', '.join(found)}, which a compiled model does not",) if found else ()
+            return replace(_export(model, call, training, Proof(), notes), sets=sets)
 
 
 def _export(

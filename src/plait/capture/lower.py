@@ -47,6 +47,7 @@ def lower(
         unused=tuple(weights.unused),
         training=training,
         notes=export.notes,
+        sets=export.sets,
         sizes=_sizes(export.call, inputs),
     )
     return program, weights.values()

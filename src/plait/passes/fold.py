@@ -28,18 +28,10 @@ def fold(program: Program, values: dict[str, torch.Tensor]) -> Program:
     folder = _Folder(program, values)
     for node in list(program.graph.nodes):
         folder.visit(node)
+    folded = {n.name for n in folder.known if n.op == "placeholder" and folder.folds(n)}
+    names = tuple(name for w in program.weights if w.node in folded for name in w.names)
     folder.store()
-    program = drop_unused(program.with_(constants=folder.constants))
-    return program.with_(folded=_loadable_values(program, values))
-
-
-def _loadable_values(program: Program, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Buffers of the state dict whose values now stand in constants: they can no longer change."""
-    return {
-        w.name: values[w.node].detach().cpu().clone()
-        for w in program.unused
-        if w.kind == "buffer" and w.persistent and w.node in values
-    }
+    return drop_unused(program.with_(constants=folder.constants, folded=names))
 
 
 def drop_unused(program: Program) -> Program:
@@ -104,6 +96,12 @@ class _Folder:
 
     def _operand(self, node: fx.Node) -> Any:
         return self.known[node]
+
+    def folds(self, placeholder: fx.Node) -> bool:
+        """Whether its value will stand in a constant, which does not follow it."""
+        if placeholder.name in self.loadable:
+            return any(u in self.known for u in placeholder.users)
+        return bool(placeholder.users)
 
     # -- what is stored ------------------------------------------------------------------------------
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait.capture.snapshot import Change
 from plait.errors import InputError
-from plait.runtime.executor import Executable
 from plait.runtime.watch import Watch
 
-Find = Callable[[Sequence[Any], Mapping[str, Any], bool], Executable]
+Holds = Callable[[str, int], bool]  # name of a flag, rank -> whether that rank has it
 
 
 class Agreement:
@@ -34,27 +34,34 @@ class Agreement:
         self._called = False
 
     def call(
-        self, find: Find, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool
-    ) -> tuple[Executable, list[Any]]:
-        """The executable for this call and the call's leaves, after all ranks agreed on it."""
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        changes: Mapping[str, Change],
+        program: int,
+        holds: Holds,
+    ) -> tuple[dict[str, Change], int]:
+        """The changes of all ranks and the program that each of them has for it, else -1.
+
+        `changes` since the last call, of what capture read; `holds` who has to know of each.
+        """
+        if self._watch is None:
+            return dict(changes), program
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        said = [str(spec), "train" if mode else "eval", *map(_facts, leaves)]
+        said = [str(spec), *map(_facts, leaves)]
         if not self._called:
             said.append(_contents(leaves))
-        self.same("call", said)
+        told = self._watch.exchange("call", [said, dict(changes), program])
+        _refuse_different("call", [t[0] for t in told])
         self._called = True
-        executable = find(args, kwargs, mode)
-        order = executable.planned.program.in_spec.flatten_up_to((tuple(args), dict(kwargs)))
-        return executable, list(order)
+        merged = _merged([t[1] for t in told], holds)
+        return merged, program if all(t[2] == program for t in told) else -1
 
     def same(self, what: str, said: list[str]) -> None:
         """InputError, on every rank, where the ranks do not say the same."""
         if self._watch is None:
             return
-        told = self._watch.exchange(what, said)
-        different = [r for r, other in enumerate(told) if other != told[0]]
-        if different:
-            raise InputError(_differences(what, told, different))
+        _refuse_different(what, self._watch.exchange(what, said))
 
     def broadcast(self, what: str, value: Any) -> Any:
         """Rank 0's value (JSON) on every rank."""
@@ -101,6 +108,31 @@ def _contents(leaves: Sequence[Any]) -> str:
             flat = leaf.detach().cpu().contiguous().reshape(-1)
             digest.update(flat.view(torch.uint8).numpy().tobytes())
     return f"contents {digest.hexdigest()[:16]}"
+
+
+def _merged(told: list[dict[str, Any]], holds: Holds) -> dict[str, Change]:
+    """What changed, where every rank that has it says the same."""
+    merged: dict[str, Change] = {}
+    wrong = []
+    for name in sorted({n for t in told for n in t}):
+        values = {r: t.get(name) for r, t in enumerate(told) if name in t or holds(name, r)}
+        now, was = next(v for v in values.values() if v is not None)
+        merged[name] = now, was
+        if any(v is None or v[0] != now for v in values.values()):
+            each = [f"{was if v is None else v[0]} on rank {r}" for r, v in values.items()]
+            wrong.append(f"  {name}: {', '.join(each)}")
+    if wrong:
+        raise InputError(
+            "\n".join(["call: the model is not the same on every rank", *wrong,
+                       "change it on every rank, or put it back"])
+        )  # fmt: skip
+    return merged
+
+
+def _refuse_different(what: str, told: list[Any]) -> None:
+    different = [r for r, other in enumerate(told) if other != told[0]]
+    if different:
+        raise InputError(_differences(what, told, different))
 
 
 def _differences(what: str, told: list[Any], different: list[int]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from plait.capture.state import State
 from plait.errors import InputError, NotYetError
 from plait.passes.partition import Share
 from plait.plan.plan import Plan
@@ -22,12 +22,14 @@ from plait.rules.moves import Cut, Step, only_own
 from plait.runtime import checkpoint
 from plait.runtime.agree import Agreement
 from plait.runtime.executor import Executable
+from plait.runtime.follow import Follower
 from plait.runtime.places import Places
+from plait.runtime.programs import Programs
 from plait.runtime.transport import Transport
 from plait.runtime.weights import Tensors, locate
 
-Recompile = Callable[[Sequence[Any], Mapping[str, Any], bool], Executable]
-PROGRAMS = 16  # forms of call that are kept
+Values = Mapping[str, Tensor]  # whole buffers by name
+Recompile = Callable[[Sequence[Any], Mapping[str, Any], State, Values], Executable]
 
 
 @dataclass
@@ -39,6 +41,14 @@ class Holdings:
     unused: dict[str, Weight]
     stages: Places | None = None  # of a pipeline: `tensors` are those of this rank's stages
 
+    def holds(self, name: str, rank: int) -> bool:
+        """Whether that rank has what a change is about: a flag of a weight, or something else."""
+        if self.stages is None:
+            return True
+        name = name.removesuffix(".requires_grad")
+        first = next((w.name for w, _ in self.weights() if name in w.names), None)
+        return first is None or rank // self.stages.channel.tp in self.stages.holders[first]
+
     def weights(self) -> Iterator[tuple[Weight, Cut | None]]:
         for share in self.shares.values():
             yield share.weight, share.cut
@@ -49,7 +59,8 @@ class Holdings:
 class Compiled(nn.Module):
     """The model on this rank. Made by `plait.compile`; call it as the model is called."""
 
-    _programs: dict[bool, list[Executable]]
+    _programs: Programs
+    _follower: Follower
     _holdings: Holdings
     _transport: Transport
     _agreement: Agreement
@@ -64,30 +75,30 @@ class Compiled(nn.Module):
         transport: Transport,
         agreement: Agreement,
         recompile: Recompile,
-        state_names: Sequence[str],
-        mode: bool,
+        follower: Follower,
     ):
         super().__init__()
         state = self.__dict__
-        state["_programs"] = {mode: [first]}
+        state["_programs"] = Programs(follower.state, first)
+        state["_follower"] = follower
         state["_holdings"] = holdings
         state["_transport"] = transport
         state["_agreement"] = agreement
         state["_recompile"] = recompile
-        state["_state_names"] = tuple(state_names)
+        state["_state_names"] = tuple(follower.model.state_dict(keep_vars=True))
+        _mirror(self, follower.model, {})
         state["_places"] = {
             weight.name: _register(self, weight, holdings.tensors.pop(weight.name))
             for weight, _ in holdings.weights()
             if weight.name in holdings.tensors
         }
-        nn.Module.train(self, mode)
 
     # -- calling -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         agreement = self._agreement
-        executable, leaves = agreement.call(self._executable, args, kwargs, self.training)
-        with agreement.guard("forward"):
+        executable, leaves = self._executable(args, kwargs)
+        with agreement.guard("forward"), self._follower.casts_off():
             seed = agreement.seed() if executable.local.seeded else torch.zeros(0)
             return executable(self._live(), leaves, seed)
 
@@ -95,17 +106,36 @@ class Compiled(nn.Module):
         """Weights as the module holds them now; `.to()` or an assignment may have replaced them."""
         return {name: place() for name, place in self._places.items()}
 
-    def _executable(self, args: Sequence[Any], kwargs: Mapping[str, Any], mode: bool) -> Executable:
-        """The program for this form of call, made on all ranks if it is new."""
-        known = self._programs.setdefault(mode, [])
-        for executable in known:
-            leaves = _leaves(executable, args, kwargs)
-            if leaves is not None and executable.accepts(leaves):
-                return executable
-        made = self._recompile(args, kwargs, mode)
-        known.append(made)
-        del known[:-PROGRAMS]
-        return made
+    def _executable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The program for this call and the call's leaves; made on all ranks if it is new."""
+        follower, programs = self._follower, self._programs
+        view = follower.look(self)
+        number = programs.number(view.state, bool(view.changes))
+        changes, number = self._agreement.call(
+            args, kwargs, view.changes, number, self._holdings.holds
+        )
+        view = view.agreed(changes)
+        if changes:
+            follower.adopt(self, view)
+        found = programs.find(number, args, kwargs)
+        if found is None:
+            made = self._recompile(args, kwargs, view.state, self._buffers_whole())
+            number = programs.add(number, follower.settle(self, view, made.folded), made)
+            found = programs.find(number, args, kwargs)
+        elif changes:
+            follower.settle(self, view, ())
+        return found
+
+    def _buffers_whole(self) -> dict[str, Tensor]:
+        """What a new program has to fold: the values here, not those of the user's model."""
+        live = self._live()
+        with self._agreement.guard("buffers"), torch.no_grad():
+            values = {
+                weight.names: self._everywhere(weight, cut, live.get(weight.name))
+                for weight, cut in self._holdings.weights()
+                if weight.kind == "buffer"
+            }
+        return {n: v for names, v in values.items() if v is not None for n in names}
 
     def step(self, *args: Any, target: Any = (), loss_fn: Any = None, **kwargs: Any) -> Any:
         """Forward and backward; returns (loss, outputs). Neither steps nor zeroes an optimizer."""
@@ -126,7 +156,7 @@ class Compiled(nn.Module):
 
     @property
     def _first(self) -> Executable:
-        return next(programs[0] for programs in self._programs.values() if programs)
+        return self._programs.first
 
     def explain(self) -> str:
         """How the model was split, every collective, and what stayed whole and why."""
@@ -243,15 +273,16 @@ class Compiled(nn.Module):
         raise NotYetError("a compiled module cannot be copied; compile the model again")
 
 
-def _leaves(e: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """The call's leaves in the order of the program's inputs, or None: another structure."""
-    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    if spec == e.planned.program.in_spec:
-        return flat
-    try:
-        return list(e.planned.program.in_spec.flatten_up_to((tuple(args), dict(kwargs))))
-    except ValueError:
-        return None
+def _mirror(own: nn.Module, model: nn.Module, made: dict[nn.Module, nn.Module]) -> None:
+    """A module in the place of each of the model's, with its flag: `.train()` and `.eval()` of parts."""
+    made[model] = own
+    own.training = model.training
+    for name, child in model._modules.items():
+        if child is not None:
+            new = child not in made
+            own._modules[name] = made.setdefault(child, nn.Module())
+            if new:
+                _mirror(made[child], child, made)
 
 
 def _register(root: nn.Module, weight: Weight, value: Tensor) -> Callable[[], Tensor]:
@@ -263,10 +294,8 @@ def _register(root: nn.Module, weight: Weight, value: Tensor) -> Callable[[], Te
         *path, last = name.split(".")
         at = root
         for part in path:
-            if part not in at._modules:
-                at.add_module(part, nn.Module())
-            child = at._modules[part]
-            assert child is not None
+            child = at._modules.get(part)
+            assert child is not None, name
             at = child
         if weight.kind == "parameter":
             assert isinstance(value, nn.Parameter)

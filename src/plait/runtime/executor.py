@@ -33,6 +33,11 @@ class Executable:
     device: torch.device
     replay: Replay | None = None  # of inference on a CUDA device
 
+    @property
+    def folded(self) -> tuple[str, ...]:
+        """Tensors of the model whose values stand in this program's constants."""
+        return self.planned.program.folded
+
     def __call__(self, weights: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor) -> Any:
         """The user's outputs; mutated buffers in `weights` take their new values."""
         program = self.planned.program

@@ -84,6 +84,10 @@ class Pipeline:
     _traces: dict[Any, tuple[dict[str, Spec], ...]] = field(default_factory=dict)
     _reaches: dict[Any, Reach] = field(default_factory=dict)
 
+    @property
+    def folded(self) -> tuple[str, ...]:
+        return self.program.folded
+
     def __call__(self, weights: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor) -> Any:
         grad = torch.is_grad_enabled() and self.program.training
         run = Run(self, weights, leaves, seed, grad)

@@ -1,0 +1,68 @@
+"""Programs: executables, by the state that they were made for and the form of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from plait.capture.state import State
+from plait.runtime.executor import Executable
+
+STATES = 16  # that are kept
+FORMS = 16  # forms of call that are kept of each
+
+
+@dataclass
+class Shelf:
+    state: State
+    executables: list[Executable] = field(default_factory=list)
+
+
+class Programs:
+    def __init__(self, state: State, first: Executable) -> None:
+        self.first = first
+        self._shelves = [Shelf(state, [first])]
+        self._now = 0
+
+    def number(self, state: State, changed: bool) -> int:
+        """Of the shelf for `state`; -1 where there is none yet. The ranks must agree on it."""
+        if not changed:
+            return self._now
+        found = [i for i, s in enumerate(self._shelves) if not s.state.changes(state)]
+        return found[-1] if found else -1
+
+    def find(self, number: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The executable on that shelf for a call of this form, and the call's leaves; or None."""
+        if number < 0:
+            return None
+        for executable in self._shelves[number].executables:
+            leaves = _leaves(executable, args, kwargs)
+            if leaves is not None and executable.accepts(leaves):
+                self._now = number
+                return executable, leaves
+        return None
+
+    def add(self, number: int, state: State, made: Executable) -> int:
+        """The number of the shelf."""
+        if number < 0:
+            self._shelves.append(Shelf(state))
+            del self._shelves[:-STATES]
+            number = len(self._shelves) - 1
+        shelf = self._shelves[number]
+        shelf.executables.append(made)
+        del shelf.executables[:-FORMS]
+        return number
+
+
+def _leaves(e: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """The call's leaves in the order of the program's inputs, or None: another structure."""
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    if spec == e.planned.program.in_spec:
+        return flat
+    try:
+        return list(e.planned.program.in_spec.flatten_up_to((tuple(args), dict(kwargs))))
+    except ValueError:
+        return None
