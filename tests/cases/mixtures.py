@@ -84,6 +84,25 @@ def experts_sorted() -> Setup:
     return experts(run)
 
 
+@case("tp2 tp3", noise=False, dtypes=(torch.float32,))
+def experts_by_grouped_matmul() -> Setup:
+    """Rows in the order of their experts, one of which has none; shares of the width are no whole
+    number of 16 bytes, which the kernel asks for. All numbers are small integers, exact in bf16."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        up, down = s.up.bfloat16().transpose(1, 2), s.down.bfloat16()
+        h = F.grouped_mm(x.bfloat16(), up, offs=s.offs).relu()
+        return F.grouped_mm(h, down, offs=s.offs).to(x.dtype)
+
+    def signs(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape).float()
+
+    parts = dict(up=nn.Parameter(signs(3, 40, 8)), down=nn.Parameter(signs(3, 40, 16)))
+    offs, coefficients = torch.tensor([2, 2, 7], dtype=torch.int32), signs(7, 16)
+    x = signs(7, 8).requires_grad_()
+    return Setup(Net(run, **parts, offs=offs), (x,), loss=lambda y: (y * coefficients).sum())
+
+
 @case("tp2 tp3")
 def experts_with_a_shared_one() -> Setup:
     """A sigmoid-gated shared expert beside the routed, and a bias that only chooses."""

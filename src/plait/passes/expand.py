@@ -3,6 +3,7 @@
     mean            local mean times its share of the rows             -> partial
     embedding       foreign ids give zeros                             -> partial
     repeat          the rank's rows are gathered                       (shares of `(g r)`)
+    grouped matmul  widths padded to what its kernel takes
     softmax         max, then sum, across the ranks
     layer_norm      two means across the ranks
     cross_entropy   max, sum of exponentials and the target's logit across the ranks
@@ -71,6 +72,12 @@ def repeat(
         return e.copy(node, xs)
     at = e.constant(torch.tensor(rows[e.rank]), "rows")
     return e.call(aten.index_select.default, xs[0], dim, at)
+
+
+def grouped_matmul(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    return e.call(ops.grouped_matmul, *xs)
 
 
 def _repeated(split: Split, g: Factor, merged: Factor, r: int, rank: int) -> list[int]:
@@ -191,6 +198,8 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
         return embedding
     if "sum" in touched and node.target in (aten.mean.default, aten.mean.dim):
         return mean
+    if node.target is aten._grouped_mm.default:
+        return grouped_matmul
     return None
 
 

@@ -49,6 +49,20 @@ def picked_rows(x: Tensor, target: Tensor, rows: Ranges) -> Tensor:
     return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0)
 
 
+def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """`(e n_e) i, e i o, e -> (e n_e) o`: row n meets the weight of the group that it stands in.
+
+    The kernel wants rows of whole 16 bytes, forward and backward; a share of a width need not have
+    them, and is padded with zeros.
+    """
+    step = 16 // x.element_size()
+    i, o = weight.shape[1:]
+    if i % step or o % step:
+        x = torch.nn.functional.pad(x, (0, -i % step))
+        weight = torch.nn.functional.pad(weight, (0, -o % step, 0, -i % step))
+    return torch.ops.aten._grouped_mm(x, weight, offs)[:, :o]  # type: ignore[no-any-return]
+
+
 def uniform(like: Tensor, seed: Tensor, salt: int, rows: Rows) -> Tensor:
     """One number in [0, 1) an element, a function of (seed, salt, the element's global index).
 

@@ -342,7 +342,8 @@ def triangle(d: Describer, node: fx.Node) -> Access:
 def grouped_matmul(d: Describer, node: fx.Node) -> Access:
     """`(e n_e) i, e i o, offs -> (e n_e) o`: i summed, o parallel; rows and experts whole here."""
     x, weight, offs = (d.operand(n) for n in list(node.all_input_nodes)[:3])
-    if len(x.dims) != 2 or len(weight.dims) != 3 or len(node.all_input_nodes) != 3:
+    others = len(node.all_input_nodes) != 3 or bind(node).get("out_dtype") is not None
+    if len(x.dims) != 2 or len(weight.dims) != 3 or others:
         return d.whole(node, "a grouped matmul of another form")
     sizes = d.sizes(node)
     binder = Binder(d, node)
