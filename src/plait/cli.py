@@ -4,6 +4,7 @@
     plait plan ./llama --cluster dgx-h100 --tp 8
     plait explain ./llama --cluster dgx-h100 --tp 8
     plait verify package.module:function --nproc 2
+    plait bench --shape llama-70b --layers 4 --tokens 8192 2048 --share 1/8 --against torch
     plait rules
     plait collectives --nproc 4 --size 64MiB
     plait calibrate
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -118,6 +120,57 @@ def verify(
 
 
 @app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="as for `run`; or give --shape", metavar="MODEL")] = "",
+    shape: Annotated[str, typer.Option(help="layers of these widths: llama-70b, tiny ...")] = "",
+    layers: Annotated[int, typer.Option(help="of the shape", min=1)] = 4,
+    tokens: Annotated[list[int] | None, typer.Option(help="of the call; several: a run each")] = None,
+    share: Annotated[str, typer.Option(help="of a layer on each rank: 1/8; else all on all")] = "",
+    chunks: Annotated[list[int] | None, typer.Option(help="rows in so many chunks each")] = None,
+    batch: Batch = 1,
+    train: Annotated[bool, typer.Option("--train", help="forward and backward")] = False,
+    against: Annotated[str, typer.Option(help="torch: DTensor under torch.compile")] = "",
+    nproc: Nproc = 2,
+    warmup: Annotated[int, typer.Option(help="rounds that are not counted", min=1)] = 4,
+    samples: Annotated[int, typer.Option(help="of every row", min=2)] = 20,
+    peer_seconds: Annotated[float, typer.Option(help="for finding the peers' settings")] = 200.0,
+    dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA, else float32")] = "",
+    cluster: Annotated[str, typer.Option(help="to plan for, instead of this machine")] = "",
+    json: Annotated[Path | None, typer.Option(help="write every sample and figure")] = None,
+    svg: Annotated[Path | None, typer.Option(help="write a chart")] = None,
+) -> None:
+    """Time MODEL or a shape in several orchestrations, in turn: what is exposed, what is hidden."""
+    from plait import models
+    from plait.bench import shapes, sitting
+    from plait.errors import InputError
+    from plait.runtime.processes import launch
+
+    if bool(model) == bool(shape):
+        raise InputError("bench times one thing: MODEL or --shape NAME")
+    part = _share(share)
+    if shape:
+        shapes.named(shape).share(part or nproc, nproc)
+    if against not in ("", "torch") or (against and not shape):
+        raise InputError(f"--against {against}: it takes torch, for a --shape")
+    request = sitting.Request(
+        models.resolve(model, say=_say) if model else None,
+        shape, layers, part, tuple(tokens or [512]),
+        tuple(chunks or ()), batch, train, dtype, warmup, samples,
+        bool(against), peer_seconds, cluster, str(json or ""), str(svg or ""),
+    )  # fmt: skip
+    launch(sitting.bench, nproc, request)
+
+
+def _share(text: str) -> int:
+    from plait.errors import InputError
+
+    one, _, part = text.partition("/")
+    if text and (one != "1" or not part.isdigit() or not int(part)):
+        raise InputError(f"--share {text}: a part of a layer, for example 1/8")
+    return int(part or 0)
+
+
+@app.command()
 def rules() -> None:
     """The equation table: every operator that can be split, and how."""
     from plait.report import tables
@@ -195,10 +248,19 @@ def main() -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch's own, about torch's own
     try:
-        app()
+        app(args=_spread(sys.argv[1:], ("--tokens", "--chunks")))
     except PlaitError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _spread(words: list[str], options: Sequence[str]) -> list[str]:
+    """`--tokens 8192 2048` as `--tokens 8192 --tokens 2048`."""
+    out: list[str] = []
+    for word in words:
+        more = word.isdigit() and len(out) > 1 and out[-1].isdigit() and out[-2] in options
+        out += [out[-2], word] if more else [word]
+    return out
 
 
 def _planned(

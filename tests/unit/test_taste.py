@@ -43,13 +43,13 @@ LEVELS = (
     "runtime",
     "api fetch",
     "models",
-    "generate verify survey",
+    "generate verify survey bench",
     "cli",
 )
 
 # What a compiler that reads graphs never needs to know.
 FAMILIES = re.compile(r"llama|qwen|mistral|gpt|falcon|gemma|mixtral|phi\d|bert|t5|olmo", re.I)
-NAMED_MODELS = {"models.py", "cli.py", "fetch.py"}  # MODEL on the command line has names
+NAMED_MODELS = {"models.py", "cli.py", "fetch.py", "shapes.py"}  # MODEL and --shape have names
 
 
 def ids(path: Path) -> str:

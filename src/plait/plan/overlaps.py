@@ -74,6 +74,8 @@ def _spell(
     reason = "" if form is not None else c.reason
     if form is None and others:
         reason = f"overlapped as {others[0].name} instead"
+    elif form is None and isinstance(overlap, int):
+        reason = "it would wait for regions that wait for it"
     if form is not None and isinstance(overlap, int) and form.count < overlap:
         reason = f"{overlap} chunks asked for, {form.count} rows to cut"
     return Overlapped(

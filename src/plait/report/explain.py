@@ -17,6 +17,7 @@ def explain(plan: Plan) -> str:
             f"predicted {_time(plan.seconds)} a call; one device {_time(plan.seconds_alone)}",
             *_weights(plan),
             *_collectives(plan),
+            *_regions(plan),
             *_whole(plan),
             *(f"note: {note}" for note in plan.notes),
         ]
@@ -45,6 +46,13 @@ def _collectives(plan: Plan) -> list[str]:
     for _, group in groupby(plan.collectives, key=lambda p: (p.module, p.source)):
         lines += [f"  {p}; {_beside(plan, p)}" for p in group]
     return lines
+
+
+def _regions(plan: Plan) -> list[str]:
+    """What can run in chunks, in what chunks it does, and why not where it does not."""
+    cut = sum(o.form != "whole" for o in plan.overlaps)
+    lines = [f"regions: {cut} of {len(plan.overlaps)} in chunks"] if plan.overlaps else []
+    return lines + [f"  {o}" for o in plan.overlaps]
 
 
 def _beside(plan: Plan, placed: Placed) -> str:

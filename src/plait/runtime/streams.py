@@ -125,17 +125,19 @@ def line(device: torch.device) -> Line:
 class Beside(Transport):
     """A transport whose moves all run on one line; `run` starts one and waits for it."""
 
+    under: Transport = field(kw_only=True)
     on: Line = field(kw_only=True)
 
     @classmethod
     def of(cls, transport: Transport, device: torch.device) -> Beside:  # type: ignore[override]
-        return cls(transport.group, transport.rank, transport.size, on=line(device))
+        t = transport
+        return cls(t.group, t.rank, t.size, under=t, on=line(device))
 
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         return self.start(step, x, cut, algorithm).wait()
 
     def start(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Handle:
-        run = super().run
+        run = self.under.run
         if step.collective is None:
             return Done(run(step, x, cut, algorithm))
         if x.is_cuda and isinstance(self.on, Stream):

@@ -10,7 +10,7 @@ Rows travel along dim 0 of contiguous buffers, in order of rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,6 +101,39 @@ class Transport:
         sizes = [count(ranges) for ranges in cut.rows]
         mine = collectives.reduce_scatter(by_rank, sizes, self.group, algorithm=algorithm)
         return mine.movedim(0, cut.dim).contiguous()
+
+
+@dataclass(frozen=True)
+class Still(Transport):
+    """Sends nothing: what would come is random, finite and of the right size.
+
+    A program over it does the same work as over its transport, so its time is a floor. Stale or
+    zero data would not do: devices draw less power on it, and run faster than they ever will.
+    """
+
+    known: dict[Any, Tensor] = field(default_factory=dict, compare=False)
+
+    def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
+        if step.collective is None:
+            return local(step, x, cut, self.rank)
+        if step.action in ("all_reduce", "share"):
+            return x  # one term of the sum
+        assert cut is not None
+        if step.action.startswith("reduce_scatter"):
+            return take(x, cut.dim, cut.rows[self.rank])
+        shape = list(x.shape)
+        there = (self.rank + step.by) % self.size
+        rows = {"fetch": there, "deliver": self.rank}.get(step.action)
+        shape[cut.dim] = cut.size if rows is None else count(cut.rows[rows])
+        return self._random(x, tuple(shape))
+
+    def _random(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Kept, so that making it costs no time in a later call."""
+        key = shape, x.dtype, x.device
+        if key not in self.known:
+            made = torch.zeros(shape, dtype=x.dtype, device=x.device)
+            self.known[key] = made.normal_() if x.is_floating_point() or x.is_complex() else made
+        return self.known[key]
 
 
 class MoveModule(nn.Module):

@@ -81,12 +81,18 @@ def _forced(
 ) -> tuple[dict[Region, Form], list[Candidate]]:
     """Regions of factors with enough rows first, then those with more sites."""
     chosen: dict[Region, Form] = {}
+    known: dict[object, Candidate] = {}
     weighed = []
     for region in sorted(found, key=lambda r: (-min(count, r.most), -len(r.sites))):
-        forms = [f for f in region.forms([count]) if f.kind != "blocks"]
-        if forms and _fits(flow, chosen, region):
-            chosen[region] = forms[0]
-            weighed.append(weigh(flow, region, forms[0], machine))
+        form = next((f for f in region.forms([count]) if f.kind != "blocks"), None)
+        if form is None:
+            continue
+        if _fits(flow, chosen, region):
+            chosen[region] = form
+        alike = signature(flow, region)
+        if alike not in known:
+            known[alike] = weigh(flow, region, form, machine)
+        weighed.append(replace(known[alike], region=region))
     return chosen, weighed
 
 

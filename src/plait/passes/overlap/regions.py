@@ -103,19 +103,20 @@ def factors(flow: Flow) -> list[Factor]:
 
 
 def _regions(flow: Flow, f: Factor, n: int) -> list[Region]:
-    probe = Chunks((f,), (), rows=(((0, 1),), ((1, f.size),)))
+    cut = probe(f)
     can = {
         node
         for node, access in flow.description.accesses.items()
-        if node in flow.strategies and chunkable(access, flow.strategies[node], probe)
+        if node in flow.strategies and chunkable(access, flow.strategies[node], cut)
     }
     _drop_torn_tuples(can)
-    found = []
-    for group in _groups(flow, can):
-        region = _region(flow, f, n, _trim(flow, group, probe), probe)
-        if region is not None:
-            found.append(region)
-    return found
+    found = [region(flow, f, n, _trim(flow, group, cut)) for group in _groups(flow, can)]
+    return [r for r in found if r is not None]
+
+
+def probe(f: Factor) -> Chunks:
+    """Two chunks of `f`, with which it is asked what can be cut by it."""
+    return Chunks((f,), (), rows=(((0, 1),), ((1, f.size),)))
 
 
 def chunkable(access: Access, strategy: Strategy, chunk: Split) -> bool:
@@ -182,7 +183,7 @@ def heavy(access: Access) -> bool:
     return many and any(x.property == "sum" for x in access.letters)
 
 
-def _trim(flow: Flow, group: list[fx.Node], probe: Split) -> list[fx.Node]:
+def _trim(flow: Flow, group: list[fx.Node], cut: Split) -> list[fx.Node]:
     """Without light operators at either end: cutting them hides nothing."""
     left = set(group)
     if not any(heavy(flow.description.accesses[n]) for n in group):
@@ -190,7 +191,7 @@ def _trim(flow: Flow, group: list[fx.Node], probe: Split) -> list[fx.Node]:
 
     def idle(node: fx.Node, edges: list[Edge], ends: list[fx.Node]) -> bool:
         busy = heavy(flow.description.accesses[node]) or not isinstance(node.meta.get("val"), Tensor)
-        sends = any(e.collectives and probe.dim(e.dims) is not None for e in edges)
+        sends = any(e.collectives and cut.dim(e.dims) is not None for e in edges)
         return not busy and not sends and not any(x in left for x in ends)
 
     for order, sides in ((group, flow.into), (group[::-1], flow.out)):
@@ -202,32 +203,31 @@ def _trim(flow: Flow, group: list[fx.Node], probe: Split) -> list[fx.Node]:
     return [node for node in group if node in left]
 
 
-def _region(
-    flow: Flow, f: Factor, n: int, nodes: list[fx.Node], probe: Split
-) -> Region | None:
-    members = set(nodes)
+def region(flow: Flow, f: Factor, n: int, nodes: list[fx.Node]) -> Region | None:
+    """`nodes` with what they send and are sent in chunks of `f`; None if that is nothing."""
+    members, cut = set(nodes), probe(f)
     touching = dict.fromkeys(e for node in nodes for e in (*flow.into[node], *flow.out[node]))
-    sends = [e for e in touching if e.collectives and probe.dim(e.dims) is not None]
-    sites = [e for e in sends if _in_chunks(e, members, probe)]
+    sends = [e for e in touching if e.collectives and cut.dim(e.dims) is not None]
+    sites = [e for e in sends if _in_chunks(e, members, cut)]
     splits = {s for e in sites for s in (e.have.split, e.need.split) if s is not None and s.touches(f)}
     if not sites or len(splits) > 1:
         return None
     split = next(iter(splits), None)
     still = not any(flow.strategies[node].statistics for node in nodes)
     rotates = still and split is not None and all(_of(e, f) for e in sites)
-    region = Region(f, tuple(nodes), tuple(sites), n, split, rotates)
-    return region if region.most > 1 else None
+    found = Region(f, tuple(nodes), tuple(sites), n, split, rotates)
+    return found if found.most > 1 else None
 
 
 def _of(edge: Edge, f: Factor) -> bool:
     return any(x.split is not None and x.split.touches(f) for x in (edge.have, edge.need))
 
 
-def _in_chunks(edge: Edge, members: set[fx.Node], probe: Split) -> bool:
+def _in_chunks(edge: Edge, members: set[fx.Node], cut: Split) -> bool:
     """Whether the move of an edge can be done chunk by chunk."""
-    f = probe.factors[0]
+    f = cut.factors[0]
     if not _of(edge, f):
-        at = probe.dim(edge.dims)
+        at = cut.dim(edge.dims)
         return all(c.cut is None or c.cut.dim != at for c in edge.moves)
     if (edge.reader in members and edge.source in members) or len(edge.moves) != 1:
         return False

@@ -1,0 +1,179 @@
+"""Peers: PyTorch's own tensor parallelism of the same model, each form at its best setting.
+
+    DTensor             columns and rows of the projections by hand, two all-reduces a layer
+    DTensor, sequence   the residual stream cut along the sequence: gathers and reduce-scatters
+    DTensor, async      the same, its matmuls and transfers interleaved by Inductor (CUDA only)
+
+Each is compiled by torch.compile in every mode that runs here, as long as there is time for it; the
+fastest mode is timed with the other rows, and its name is printed. These plans are written for the
+model that `--shape` builds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from plait.bench.rows import Call, Row, clear
+from plait.bench.sampler import Sampler
+
+MODES = {"cuda": ("reduce-overhead", "default", "max-autotune"), "cpu": ("default",)}
+TRIAL = 5  # samples by which the modes of a form are compared
+
+
+@dataclass(frozen=True)
+class Form:
+    name: str
+    sequence: bool  # the residual stream is cut along the sequence
+    interleaved: bool = False
+
+
+FORMS = (
+    Form("DTensor", sequence=False),
+    Form("DTensor, sequence", sequence=True),
+    Form("DTensor, async", sequence=True, interleaved=True),
+)
+
+
+@dataclass
+class Peers:
+    """`build` makes the whole model anew, and `seconds` is what all trials may take together."""
+
+    device: torch.device
+    seconds: float
+    won: dict[str, str] = field(default_factory=dict)  # form -> the mode that won last
+    left_out: list[str] = field(default_factory=list)  # for lack of time, or because they failed
+    _spent: float = 0.0
+
+    def rows(self, build: Callable[[], nn.Module], call: Call) -> Iterator[tuple[Row, nn.Module]]:
+        """The best setting of every form; those that won before are tried first."""
+        kind = self.device.type
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        for form in FORMS:
+            if form.interleaved and kind != "cuda":
+                self.left_out.append(f"{form.name}: needs CUDA")
+                continue
+            modes = sorted(MODES[kind], key=lambda m: m != self.won.get(form.name))
+            trials = [t for mode in modes if (t := self._try(form, mode, mesh, build, call))]
+            if trials:
+                best = min(trials, key=lambda t: t.seconds)
+                self.won[form.name] = best.mode
+                tried = ", ".join(f"{t.mode} {t.seconds * 1e3:.3f} ms" for t in trials)
+                yield Row(form.name, "peer", best.step, note=f"{best.mode} (tried {tried})"), best.module
+
+    def _try(
+        self, form: Form, mode: str, mesh: DeviceMesh, build: Callable[[], nn.Module], call: Call
+    ) -> _Trial | None:
+        if self._out_of_time():
+            self.left_out.append(f"{form.name} {mode}: no time left")
+            return None
+        begin = time.monotonic()
+        torch._dynamo.reset()
+        failure, trial = "", None
+        try:
+            module = parallel(build(), mesh, form)
+            run = torch.compile(module, mode=None if mode == "default" else mode, dynamic=False)
+            step = call.of(run)
+            with _interleaving(mesh) if form.interleaved else contextlib.nullcontext():
+                for _ in range(3):
+                    clear(module)
+                    step()
+            trial = _Trial(mode, step, module)
+        except Exception as error:  # a peer that fails is left out, and said
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        said = _told(failure)
+        self._spent += time.monotonic() - begin
+        if any(said) or trial is None:
+            self.left_out.append(f"{form.name} {mode}: {next(filter(None, said))}")
+            return None
+        trial.measure(self.device)
+        return trial
+
+    def _out_of_time(self) -> bool:
+        """As rank 0 sees it."""
+        return bool(_told(self._spent >= self.seconds)[0])
+
+
+@dataclass
+class _Trial:
+    mode: str
+    step: Callable[[], Any]
+    module: nn.Module
+    seconds: float = 0.0
+
+    def measure(self, device: torch.device) -> None:
+        from plait.bench.sampler import clock
+
+        (times,) = Sampler(clock(device), 2, TRIAL).run([self.step], lambda: clear(self.module))
+        self.seconds = median(times)
+
+
+@contextlib.contextmanager
+def _interleaving(mesh: DeviceMesh) -> Iterator[None]:
+    """Inductor's micro-pipelined tensor parallelism, while something is compiled."""
+    import torch._inductor.config as config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+    with config.patch(_micro_pipeline_tp=True):
+        yield
+
+
+def parallel(model: Any, mesh: DeviceMesh, form: Form) -> nn.Module:
+    """`model`, a decoder of transformers, its layers cut over the mesh by DTensor."""
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        parallelize_module(layer, mesh, _layer(form))
+        if form.sequence and i == 0:  # what the embedding gives is whole
+            parallelize_module(layer, mesh, PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+            ))  # fmt: skip
+    if form.sequence:
+        parallelize_module(model.model.norm, mesh, SequenceParallel())
+        parallelize_module(model.model.norm, mesh, PrepareModuleOutput(
+            output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),), use_local_output=True
+        ))  # fmt: skip
+    return model  # type: ignore[no-any-return]
+
+
+def _layer(form: Form) -> dict[str, Any]:
+    inner: Sequence[str] = ("q_proj", "k_proj", "v_proj")
+    plan: dict[str, Any] = {f"self_attn.{n}": ColwiseParallel() for n in inner}
+    plan |= {f"mlp.{n}": ColwiseParallel() for n in ("gate_proj", "up_proj")}
+    out = Shard(1) if form.sequence else Replicate()
+    plan |= {n: RowwiseParallel(output_layouts=out) for n in ("self_attn.o_proj", "mlp.down_proj")}
+    if form.sequence:
+        plan |= {n: SequenceParallel() for n in ("input_layernorm", "post_attention_layernorm")}
+        plan["self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        )
+        plan["mlp"] = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
+    return plan
+
+
+def _told(value: Any) -> list[Any]:
+    """Every rank's value, on every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
