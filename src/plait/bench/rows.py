@@ -89,7 +89,7 @@ class Subject:
 
     @property
     def planned(self) -> Planned:
-        return self.compiled._first.planned
+        return self.compiled._programs.first.planned
 
     def rows(self, chunks: Sequence[int] = ()) -> Iterator[Row]:
         """Blocking ones first, the floors last; a row more for every number of `chunks`."""
@@ -165,14 +165,11 @@ class Subject:
 
     def _by(self, program: Executable) -> Callable[[], Any]:
         """A call of the compiled model which runs `program`."""
-        step, programs, mode = self.call.of(self.compiled), self.compiled._programs, self.compiled.training
+        step, programs = self.call.of(self.compiled), self.compiled._programs
 
         def run() -> Any:
-            own, programs[mode] = programs[mode], [program]
-            try:
+            with programs.standing_in(program):
                 return step()
-            finally:
-                programs[mode] = own
 
         return run
 

@@ -107,7 +107,6 @@ def sit(request: Request, bed: Bed, tokens: int, peers: Peers | None) -> Run:
     single, module = alone(call, bed.cluster, bed.device)
     rows = [single, *subject.rows(request.chunks)]
     modules: list[nn.Module] = [subject.compiled, module]
-    call.example.model.to("meta")  # every rank's programs hold their own weights
     if peers is not None:
         for row, held in peers.rows(lambda: _example(request, bed, tokens).model, call):
             rows.append(row)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,16 @@ class Programs:
         shelf.executables.append(made)
         del shelf.executables[:-FORMS]
         return number
+
+    @contextlib.contextmanager
+    def standing_in(self, other: Executable) -> Iterator[None]:
+        """`other`, for the same form of call and over the same weights, in place of the first."""
+        shelf = self._shelves[0]
+        own, shelf.executables = shelf.executables, [other]
+        try:
+            yield
+        finally:
+            shelf.executables = own
 
 
 def _leaves(e: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
