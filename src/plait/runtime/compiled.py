@@ -19,10 +19,11 @@ from plait.plan.plan import Plan
 from plait.program import Weight
 from plait.report.explain import explain
 from plait.rules.moves import Cut, Step, only_own
-from plait.runtime import checkpoint
+from plait.runtime import checkpoint, gradient, optimizers
 from plait.runtime.agree import Agreement
 from plait.runtime.executor import Executable
 from plait.runtime.follow import Follower
+from plait.runtime.gradient import Holder
 from plait.runtime.places import Places
 from plait.runtime.programs import Programs
 from plait.runtime.transport import Transport
@@ -92,6 +93,7 @@ class Compiled(nn.Module):
             for weight, _ in holdings.weights()
             if weight.name in holdings.tensors
         }
+        self._tell_gradients()
 
     # -- calling -----------------------------------------------------------------------------------
 
@@ -101,6 +103,19 @@ class Compiled(nn.Module):
         with agreement.guard("forward"), self._follower.casts_off():
             seed = agreement.seed() if executable.local.seeded else torch.zeros(0)
             return executable(self._live(), leaves, seed)
+
+    def _tell_gradients(self) -> None:
+        """Torch's own clipping, scaler and optimizers learn which weights are not whole here."""
+        stages = self._holdings.stages
+        staged = stages is not None and stages.channel.pp > 1
+        live = self._live()
+        for weight, cut in self._holdings.weights():
+            own = live.get(weight.name)
+            if isinstance(own, nn.Parameter) and (staged or cut is not None):
+                holder = Holder(weight.name, cut, staged, self._transport, self._agreement.guard)
+                optimizers.mark(own, holder)
+                if own.dtype.is_floating_point or own.dtype.is_complex:
+                    gradient.attach(own, holder)
 
     def _live(self) -> dict[str, Tensor]:
         """Weights as the module holds them now; `.to()` or an assignment may have replaced them."""
@@ -225,6 +240,7 @@ class Compiled(nn.Module):
                 if weight.kind != "parameter":
                     continue
                 own = live[weight.name].grad if weight.name in live else None
+                own = None if own is None else gradient.plain(own)
                 grad = self._everywhere(weight, cut, own)
                 out[weight.name] = None if grad is None else grad.to(device).clone()
         return {n: out[n] for n in self._parameter_order() if n in out}
@@ -252,6 +268,7 @@ class Compiled(nn.Module):
         live, stages = self._live(), self._holdings.stages
         for weight, cut in self._holdings.weights():
             grad = live[weight.name].grad if weight.name in live else None
+            grad = None if grad is None else gradient.plain(grad)
             if weight.kind == "parameter" and grad is not None:
                 counts = stages is None or stages.counts(weight.name)
                 grads.append((grad, _counted(grad, cut, self._transport.rank) if counts else None))
