@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.capture import capture
+from plait.capture.loss import Loss, with_loss
 from plait.capture.state import Ambient, State, around, posed
 from plait.cluster import Cluster
 from plait.errors import CaptureError
 from plait.mesh import Mesh, refuse_what_is_coming
+from plait.passes.microbatch import why_uncut
 from plait.plan import overlaps, planner
 from plait.plan.plan import Plan, program_digest
 from plait.plan.planner import Planned
@@ -197,13 +199,31 @@ class _Job:
         """Programs for other forms of call, with the weights as they are loaded."""
 
         def recompile(
-            args: Sequence[Any], kwargs: Mapping[str, Any], state: State, values: Values
-        ) -> Executable:
+            args: Sequence[Any],
+            kwargs: Mapping[str, Any],
+            state: State,
+            values: Values,
+            loss: Loss,
+            cut: bool = False,
+        ) -> Any:
+            """`cut`: the plain program of a step runs in micro-batches, and so should this one."""
             source = replace(self.source, args=args, kwargs=kwargs)
+            if loss.asked:
+                source = replace(source, model=with_loss(source.model, loss), dynamic=None)
+            program: Program | None = None
+            reason = ""
             with self.agreement.step("compile"):
-                program = source.capture_again(state, values)
-                _same_weights(first.planned.program, program)
-            return self.build(program, first)  # type: ignore[no-any-return]
+                try:
+                    program = source.capture_again(state, values)
+                    reason = why_uncut(program) if cut else ""
+                    _same_weights(first.planned.program, program)
+                except CaptureError as error:
+                    if not loss.asked:
+                        raise
+                    reason = str(error)
+            if loss.asked:
+                self.agreement.same("compile", [reason])
+            return self.build(program, first) if program is not None and not reason else reason
 
         return recompile
 

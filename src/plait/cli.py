@@ -38,6 +38,7 @@ Model = Annotated[
     ),
 ]
 Nproc = Annotated[int, typer.Option(help="local processes, one for each rank", min=1)]
+Pp = Annotated[int, typer.Option(help="stages of the pipeline; tensor parallelism takes the rest", min=1)]
 Algorithm = Annotated[str, typer.Option(help="of every collective: auto, native, ring, tree ...")]
 Cluster = Annotated[str, typer.Option(help="a preset, for example dgx-h100 or dgx-h100[2x8]")]
 Tp = Annotated[str, typer.Option(help="ranks of tensor parallelism, or auto: all of the cluster")]
@@ -52,6 +53,7 @@ def run(
     nproc: Nproc = 2,
     prompt: Annotated[str | None, typer.Option(help="ask a language model")] = None,
     max_tokens: Annotated[int, typer.Option(help="of the answer, at most", min=1)] = 64,
+    pp: Pp = 1,
     algorithm: Algorithm = "auto",
 ) -> None:
     """Split MODEL over local processes, answer a prompt or call it; compare with one process."""
@@ -59,7 +61,7 @@ def run(
     from plait.runtime.processes import launch
 
     found = models.resolve(model, say=_say)
-    launch(generate.run, nproc, generate.Request(found, prompt, max_tokens, algorithm))
+    launch(generate.run, nproc, generate.Request(found, prompt, max_tokens, algorithm, pp))
 
 
 @app.command()
@@ -107,6 +109,7 @@ def verify(
     inference: Annotated[bool, typer.Option("--inference", help="outputs alone")] = False,
     batch: Batch = 2,
     length: Length = 13,
+    pp: Pp = 1,
     algorithm: Algorithm = "auto",
 ) -> None:
     """Compare outputs and gradients with the unsharded model; exit code 1 where any differs."""
@@ -116,7 +119,7 @@ def verify(
     from plait.verify import verify as work
 
     found = models.resolve(model, say=_say)
-    launch(work, nproc, Request(found, not inference, batch, length, algorithm))
+    launch(work, nproc, Request(found, not inference, batch, length, algorithm, pp))
 
 
 @app.command()

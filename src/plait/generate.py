@@ -36,6 +36,7 @@ class Request:
     prompt: str | None
     max_tokens: int
     algorithm: str
+    pp: int = 1
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def _compile(example: models.Example, request: Request) -> Compiled:
         dynamic=example.dynamic,
         weights=example.weights,
         algorithm=request.algorithm,
+        pp=request.pp,
     )
 
 

@@ -48,6 +48,7 @@ class Request:
     batch: int
     length: int
     algorithm: str
+    pp: int = 1
 
 
 def verify(request: Request) -> None:
@@ -79,6 +80,7 @@ def compare(request: Request) -> Iterator[Line]:
         example.kwargs,
         training=request.training,
         algorithm=request.algorithm,
+        pp=request.pp,
     )
     with torch.set_grad_enabled(request.training):
         ours = compiled(*example.args, **example.kwargs)

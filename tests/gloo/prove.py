@@ -178,6 +178,34 @@ def clipping(group: Any, name: str, mesh: str, norm_type: float, max_norm: float
     return {"norm": digest(got)}
 
 
+def stepped(group: Any, name: str, mesh: str, schedule: str) -> Report:
+    """`compiled.step` twice by a schedule: loss, outputs and gradients of one process, added up."""
+    case = CASES[name]
+    setup = case.setup(torch.float64)
+    want = plain(setup)
+    parts = compiled(case, setup, Mesh.parse(mesh), group, schedule=schedule)
+    for times in (1, 2):
+        args, kwargs = setup.inputs()
+        loss, out = parts.step(*args, loss_fn=setup.loss, **kwargs)
+        assert not loss.requires_grad and loss.shape == ()
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        grads = {n: None if g is None else g * times for n, g in want.gradients.items()}
+        demand(
+            differences(loss, want.loss, "loss"),
+            differences(out, want.out),
+            differences(dict(parts.gradients()), grads, "gradients"),
+            differences([x.grad for x in leaves if x.requires_grad], want.inputs, "inputs"),
+            about=f"{name} {mesh} {schedule}, step {times}",
+        )
+    got = replace(want, out=out, loss=loss, gradients=dict(parts.gradients()))
+    return report(parts, setup.model, got) | {"schedule": digest(schedules(parts))}
+
+
+def schedules(parts: plait.Compiled) -> list[str]:
+    """How the steps of a module were run, a line each."""
+    return [line for line in parts.explain().splitlines() if line.startswith("step: ")]
+
+
 # -- calls --------------------------------------------------------------------------------------
 
 

@@ -1,12 +1,12 @@
 """The cases on gloo: outputs, gradients, optimizer steps and modes, on every rank.
 
 Each case runs on every mesh it names in the full matrix; `make test` takes one mesh and one dtype a
-case, chosen so that every mesh size meets both dtypes.
+case, chosen so that every mesh size meets both dtypes, and one pipeline where a case names any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,22 +19,24 @@ from tests.gloo.harness import Failure, Pool, RanksFailed
 
 LARGEST = 16  # ranks of a pool
 DTYPES = (torch.float32, torch.float64)
-PIPELINE = pytest.mark.skip(reason="pipeline")
 
 
 def grid() -> Iterator[Any]:
     """(case, mesh, dtype); what stands outside the covering subset is marked `full`."""
     for i, case in enumerate(c for c in CASES.values() if c.exact):
         meshes = [m for m in case.meshes if m.size <= LARGEST]
-        flat = [m for m in meshes if not m.pipeline and m.size <= 8]
-        chosen = flat[i % len(flat)] if flat else None
+        small = [m for m in meshes if m.size <= 8]
+        chosen = [kind[i % len(kind)] for kind in _kinds(small) if kind]
         for mesh in meshes:
             for k, dtype in enumerate(case.dtypes):
-                marks = [PIPELINE] if mesh.pipeline else []
-                if mesh != chosen or k != (i // 2) % len(case.dtypes):
-                    marks.append(pytest.mark.full)
+                fast = mesh in chosen and k == (i // 2) % len(case.dtypes)
                 name = str(dtype).removeprefix("torch.")
+                marks = [] if fast else [pytest.mark.full]
                 yield pytest.param(case, mesh, dtype, id=f"{case.id}-{mesh}-{name}", marks=marks)
+
+
+def _kinds(meshes: Sequence[Mesh]) -> tuple[list[Mesh], list[Mesh]]:
+    return [m for m in meshes if not m.pipeline], [m for m in meshes if m.pipeline]
 
 
 def ask(pool: Pool, body: Any, case: Case, mesh: Mesh, *args: Any) -> list[Any]:

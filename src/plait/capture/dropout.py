@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from plait.capture.written import SDPA, sdpa_arguments
+from plait.capture.written import SDPA, arguments
 from plait.program import Program
 
 aten = torch.ops.aten
@@ -21,8 +21,8 @@ def write_out_attention_dropout(program: Program) -> Program:
     constants = dict(program.constants)
     hidden = _Hidden(constants)
     for node in list(program.graph.nodes):
-        if node.target is SDPA and sdpa_arguments(node)["dropout_p"] > 0:
-            result = _attention(Writer(node), sdpa_arguments(node), hidden)
+        if node.target is SDPA and arguments(node)["dropout_p"] > 0:
+            result = _attention(Writer(node), arguments(node), hidden)
             node.replace_all_uses_with(result)
             program.graph.erase_node(node)
     return program.with_(constants=constants)

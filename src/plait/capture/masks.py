@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from plait.capture.clean import same_sizes
-from plait.capture.written import SDPA, sdpa_arguments, set_sdpa
+from plait.capture.written import SDPA, arguments, set_sdpa
 from plait.passes.fold import drop_unused, evaluate, spread
 from plait.program import Program
 from plait.rules.facts import Pattern, pattern_of
@@ -50,7 +50,7 @@ class _Masks:
             node.meta["mask"] = f"not {inverse[0]}"
 
     def attention(self, node: fx.Node) -> None:
-        call = sdpa_arguments(node)
+        call = arguments(node)
         if call["attn_mask"] is None:
             if call["is_causal"]:
                 node.meta["mask"] = "causal"

@@ -3,6 +3,7 @@
     rms_norm                          pow, mean, rsqrt, mul
     einsum                            permute, view, bmm
     attention with enable_gqa         keys and values repeated, then attention
+    mean cross-entropy                the sum, divided by the count of valid labels
     a region under no_grad            its operators, then detach (training only)
 
 `prepare` rewrites the graph as exported, before the functional form is made from it: the new nodes
@@ -29,6 +30,8 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
         for node in list(graph_module.graph.nodes):
             if node.target is SDPA:
                 _repeat_heads(graph_module.graph, node)
+            elif node.target is aten.cross_entropy_loss.default:
+                _count_labels(graph_module.graph, node)
             elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and training:
                 _no_grad_region(graph_module, node)
         graph_module.recompile()
@@ -62,7 +65,7 @@ def rms_norm(
 
 def _repeat_heads(graph: fx.Graph, node: fx.Node) -> None:
     """Grouped queries: key and value heads repeated, as a model without `enable_gqa` writes it."""
-    call = sdpa_arguments(node)
+    call = arguments(node)
     if not call["enable_gqa"]:
         return
     q, k, v = call["query"], call["key"], call["value"]
@@ -73,8 +76,8 @@ def _repeat_heads(graph: fx.Graph, node: fx.Node) -> None:
     set_sdpa(node, call | {"key": k, "value": v})
 
 
-def sdpa_arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an attention node by name, defaults filled in."""
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, defaults filled in."""
     schema = node.target._schema  # type: ignore[union-attr]
     found = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
     return {a.name: found.get(a.name, a.default_value) for a in schema.arguments}
@@ -95,6 +98,34 @@ def _call(graph: fx.Graph, before: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 KEPT_META = ("stack_trace", "nn_module_stack", "torch_fn")
+
+
+# -- losses ------------------------------------------------------------------------------------------
+
+
+def _count_labels(graph: fx.Graph, node: fx.Node) -> None:
+    """A mean over valid labels, whose count is known from the labels alone: where rows are cut, each
+    part gives its term of the sum, and the count stays that of all rows."""
+    call = arguments(node)
+    target = call["target"]
+    classes = target.meta["val"].dtype.is_floating_point  # probabilities: a mean over all rows
+    if call["reduction"] != MEAN or call["weight"] is not None or classes:
+        return
+    dtype = node.meta["val"].dtype
+    wide = torch.promote_types(dtype, torch.float32)  # a count has more digits than a short dtype
+    total = _call(graph, node, node.target, *(call | {"reduction": SUM}).values())
+    valid = _call(graph, node, aten.ne.Scalar, target, call["ignore_index"])
+    count = _call(graph, node, aten.sum.default, valid)
+    if wide != dtype:
+        total = _call(graph, node, aten.to.dtype, total, wide)
+    mean = _call(graph, node, aten.div.Tensor, total, count)
+    if wide != dtype:
+        mean = _call(graph, node, aten.to.dtype, mean, dtype)
+    node.replace_all_uses_with(mean)
+    graph.erase_node(node)
+
+
+MEAN, SUM = 1, 2
 
 
 # -- regions -----------------------------------------------------------------------------------------

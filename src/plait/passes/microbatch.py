@@ -24,7 +24,8 @@ from torch import Tensor, fx
 from plait.passes.expand import is_random
 from plait.passes.partition import Emitter
 from plait.program import Input, Program, module_path
-from plait.rules.describe import Access, Description
+from plait.rules.aten import table
+from plait.rules.describe import Access, Description, describe
 from plait.rules.equation import Dims, Factor, atoms
 from plait.rules.layout import COPIED, PARTIAL, WHOLE, Layout, Strategy, shard, split_strategy
 from plait.rules.moves import Cut, take
@@ -66,6 +67,12 @@ def find(program: Program, d: Description, count: int) -> Batch | Uncut:
             return found
         reasons.append(found)
     return reasons[0] if reasons else Uncut("no input has a dim with more than one row to cut")
+
+
+def why_uncut(program: Program) -> str:
+    """The reason why no factor of the inputs can be cut; "" where one can."""
+    found = find(program, describe(program, table()), 2)
+    return found.reason if isinstance(found, Uncut) else ""
 
 
 def _candidates(program: Program, d: Description) -> Iterator[Factor]:

@@ -5,6 +5,7 @@ i of one stage's group to rank i of another's in whatever layout it has there, a
 back the same way. So a pipeline computes, operator by operator, what one process would.
 
     weights, inputs, constants   on every stage that reads them, never sent
+    moves of weights             with the weights: each stage's group makes its own
     light values                 made from these alone, for less than sending costs: made again
     everything else              a `Wire` from the stage that makes it to each that reads it
 """
@@ -50,14 +51,20 @@ class Stage:
 
 
 def stage_of(local: Local, firsts: Sequence[str], light: frozenset[str]) -> dict[fx.Node, int]:
-    """The stage of every call in the local graph, but for light ones: they have none.
+    """The stage of every call in the local graph, but for light ones and moves of weights: they have
+    none.
 
     `firsts`: the first node of the program in each stage but the first; `light`: nodes of the program.
     """
     starts = _starts(local, firsts)
     origin = _origins(local)
+    shares = {share.weight.node for share in local.shares}
+    held = {n for n in local.graph.nodes if n.op == "placeholder" and n.name in shares}
     out: dict[fx.Node, int] = {}
     for at, node in enumerate(local.graph.nodes):
+        if node.op == "call_module" and held.issuperset(node.all_input_nodes):
+            held.add(node)
+            continue
         if node.op not in ("call_function", "call_module", "output"):
             continue
         if node.target is getitem and node.args[0] in out:

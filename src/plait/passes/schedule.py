@@ -2,6 +2,8 @@
 
     2F0     stage 2, forward of micro-batch 0
     2B0     its backward
+    2I0     the first half of it, where the halves run apart: gradients of what came in
+    2W0     the second half: gradients of the weights, for which nobody waits
 
 A place is one group of ranks; stage s lives at place s % places, so with more stages than places
 the stages are interleaved. A schedule is spelled a line a place and read back by `parse`; `check`
@@ -10,6 +12,7 @@ proves that it runs to its end, and `draw` shows it:
     gpipe          0F0 0F1 0F2 ... 0B0 0B1 0B2      all forwards first: every activation is kept
     1f1b           at most `places - s` micro-batches are open in stage s
     interleaved    the same with two stages a place: half the bubble, twice the messages
+    zero-bubble    weights' gradients fill what 1f1b waits; at most `places` micro-batches are open
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from dataclasses import dataclass
 from plait.errors import ScheduleError
 
 BACKWARD = 2.0  # times the forward: gradients of inputs and of weights are a product each
+OPENS = {"F": 1, "B": -1, "I": 0, "W": -1}  # micro-batches whose activations are kept
 
 
 @dataclass(frozen=True)
 class Action:
     stage: int
-    kind: str  # F | B
+    kind: str  # F | B, or I and W
     piece: int
 
     def __str__(self) -> str:
@@ -34,7 +38,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        found = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
         if found is None:
             raise ScheduleError(f"{text!r} is no action; one reads like 2F0 or 2B0")
         return cls(int(found[1]), found[2], int(found[3]))
@@ -50,8 +54,14 @@ class Schedule:
         return "\n".join(" ".join(map(str, actions)) for actions in self.places)
 
     @property
+    def kinds(self) -> str:
+        """The letters that every stage and micro-batch must have."""
+        found = {a.kind for actions in self.places for a in actions}
+        return "FIW" if found & {"I", "W"} else "FB" if "B" in found else "F"
+
+    @property
     def training(self) -> bool:
-        return any(a.kind == "B" for actions in self.places for a in actions)
+        return self.kinds != "F"
 
 
 @dataclass(frozen=True)
@@ -88,14 +98,15 @@ def make(name: str, places: int, pieces: int, training: bool = True) -> Schedule
     return found
 
 
-def _gpipe(places: int, stages: int, pieces: int) -> Schedule:
-    return Schedule(
-        stages,
-        pieces,
-        tuple(
-            tuple(Action(p, kind, k) for kind in "FB" for k in range(pieces)) for p in range(places)
-        ),
-    )
+def loop(places: int, stages: int, pieces: int) -> Schedule:
+    """All forwards, then all backwards, as a loop of the user's own has them."""
+    lines = []
+    for p in range(places):
+        own = range(p, stages, places)
+        there = [Action(s, "F", k) for k in range(pieces) for s in own]
+        back = [Action(s, "B", k) for k in range(pieces) for s in reversed(own)]
+        lines.append((*there, *back))
+    return Schedule(stages, pieces, tuple(lines))
 
 
 def _one_forward_one_backward(places: int, stages: int, pieces: int) -> Schedule:
@@ -115,51 +126,52 @@ def _steady(stage: int, pieces: int, ahead: int) -> tuple[Action, ...]:
     return tuple(out)
 
 
+def _zero_bubble(places: int, stages: int, pieces: int) -> Schedule:
+    """ZB-H1: stage s has the gradients of its weights wait for s micro-batches, which is as long as
+    stage 0 would wait for the first gradient to come through all others."""
+    return Schedule(stages, pieces, tuple(_apart(s, pieces, places - s) for s in range(stages)))
+
+
+def _apart(stage: int, pieces: int, ahead: int) -> tuple[Action, ...]:
+    """`_steady`, its backwards in halves."""
+    out: list[Action] = []
+    for action in _steady(stage, pieces, ahead):
+        if action.kind == "F":
+            out.append(action)
+        else:
+            halves = [Action(stage, "I", action.piece), Action(stage, "W", action.piece - stage)]
+            out += [half for half in halves if half.piece >= 0]
+    return (*out, *(Action(stage, "W", k) for k in range(max(0, pieces - stage), pieces)))
+
+
 def _interleaved(places: int, stages: int, pieces: int) -> Schedule:
-    """Each place takes, whenever it is free, a backward that is ready, else the deepest forward."""
-    limit = [stages + places - 1 - p for p in range(places)]
-    order: list[list[Action]] = [[] for _ in range(places)]
-    end: dict[Action, float] = {}
-    free = [0.0] * places
-    total = 2 * stages * pieces
-    while len(end) < total:
-        best: tuple[float, int, Action] | None = None
-        for p in range(places):
-            action, at = _next(p, places, stages, pieces, end, free[p], limit[p])
-            if action is not None and (best is None or at < best[0]):
-                best = at, p, action
-        assert best is not None
-        at, p, action = best
-        end[action] = free[p] = at + (1.0 if action.kind == "F" else BACKWARD)
-        order[p].append(action)
-    return Schedule(stages, pieces, tuple(map(tuple, order)))
-
-
-def _next(
-    p: int, places: int, stages: int, pieces: int, end: dict[Action, float], free: float, limit: int
-) -> tuple[Action | None, float]:
-    """The action that place `p` can start first; backwards before forwards, deep before shallow."""
-    ready = []
-    opened = 0
-    for s in range(p, stages, places):
-        for kind in "FB":
-            k = sum(Action(s, kind, i) in end for i in range(pieces))
-            opened += k if kind == "F" else -k
-            needs = before(Action(s, kind, k), stages)
-            if k < pieces and all(n in end for n in needs):
-                ready.append((max([free, *(end[n] for n in needs)]), kind, -s, Action(s, kind, k)))
-    ready = [r for r in ready if r[1] == "B" or opened < limit]
-    first = min((r[0] for r in ready), default=0.0)
-    now = [r for r in ready if r[0] <= first]
-    return (min(now, key=lambda r: (r[1], r[2]))[3], first) if now else (None, 0.0)
+    """Megatron-LM's: micro-batches go in groups of `places`, each group through a place's stages in
+    turn. A last group that is not full is a full one with actions left out."""
+    rounds = -(-pieces // places)
+    depth = stages // places
+    group = [(turn, k) for turn in range(depth) for k in range(places)]
+    order = [(turn, r * places + k) for r in range(rounds) for turn, k in group]
+    lines = []
+    for p in range(places):
+        there = [Action(turn * places + p, "F", k) for turn, k in order]
+        back = [Action((depth - 1 - turn) * places + p, "B", k) for turn, k in order]
+        ahead = 2 * (places - 1 - p) + (depth - 1) * places
+        steady = [a for pair in zip(there[ahead:], back, strict=False) for a in pair]
+        whole = [*there[:ahead], *steady, *back[max(0, len(there) - ahead) :]]
+        lines.append(tuple(a for a in whole if a.piece < pieces))
+    return Schedule(stages, pieces, tuple(lines))
 
 
 def before(action: Action, stages: int) -> list[Action]:
-    """What must have ended: the stage before, or the one after and the own forward."""
+    """What must have ended: the stage before; or the one after, and the own part before."""
     s, k = action.stage, action.piece
-    if action.kind == "F":
-        return [Action(s - 1, "F", k)] if s else []
-    return [Action(s, "F", k), *([Action(s + 1, "B", k)] if s + 1 < stages else [])]
+    match action.kind:
+        case "F":
+            return [Action(s - 1, "F", k)] if s else []
+        case "W":
+            return [Action(s, "I", k)]
+    after = [Action(s + 1, action.kind, k)] if s + 1 < stages else []
+    return [Action(s, "F", k), *after]
 
 
 def run(schedule: Schedule, forward: Sequence[float], backward: float = BACKWARD) -> Timed:
@@ -167,6 +179,7 @@ def run(schedule: Schedule, forward: Sequence[float], backward: float = BACKWARD
 
     ScheduleError where that stops before the end, naming what every place waits for.
     """
+    units = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
     at, free = [0] * len(schedule.places), [0.0] * len(schedule.places)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
@@ -181,9 +194,8 @@ def run(schedule: Schedule, forward: Sequence[float], backward: float = BACKWARD
                 if not all(n in end for n in needs):
                     break
                 start[action] = max([free[p], *(end[n] for n in needs)])
-                times = 1.0 if action.kind == "F" else backward
-                end[action] = free[p] = start[action] + forward[action.stage] * times
-                opened[action.stage] += 1 if action.kind == "F" else -1
+                end[action] = free[p] = start[action] + forward[action.stage] * units[action.kind]
+                opened[action.stage] += OPENS[action.kind]
                 most[action.stage] = max(most[action.stage], opened[action.stage])
                 at[p] += 1
                 moved = True
@@ -200,11 +212,10 @@ def run(schedule: Schedule, forward: Sequence[float], backward: float = BACKWARD
 
 def check(schedule: Schedule) -> Timed:
     """Every action once, at its place, and none waits for ever."""
-    kinds = "FB" if schedule.training else "F"
     wanted = {
         Action(s, kind, k)
         for s in range(schedule.stages)
-        for kind in kinds
+        for kind in schedule.kinds
         for k in range(schedule.pieces)
     }
     listed = [a for actions in schedule.places for a in actions]
@@ -254,8 +265,9 @@ def draw(schedule: Schedule) -> str:
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": _gpipe,
+    "gpipe": loop,
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
+    "zero-bubble": _zero_bubble,
 }
-STAGES_A_PLACE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+STAGES_A_PLACE = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}

@@ -6,7 +6,7 @@ whether a gradient comes back: `reach` walks back from the outputs that the loss
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,14 @@ def reach(
         if node in goals or users:
             values.add(node.name)
         if node.op == "placeholder":
-            sources |= {(node.name, placed[u.name]) for u in users}
+            sources |= {(node.name, stage) for u in users for stage in _stages(u, placed, values)}
             if node in goals:
                 sources.add((node.name, max(placed.values(), default=0)))
     return Reach(frozenset(values), frozenset(sources))
+
+
+def _stages(node: fx.Node, placed: Mapping[str, int], values: Collection[str]) -> set[int]:
+    """Where a node runs that gets a gradient; a move of a weight, with those that read it."""
+    if node.name in placed:
+        return {placed[node.name]}
+    return {s for u in node.users if u.name in values for s in _stages(u, placed, values)}

@@ -281,17 +281,20 @@ def convolution(d: Describer, node: fx.Node) -> Access:
 
 
 def cross_entropy(d: Describer, node: fx.Node) -> Access:
-    """`t v, t -> `: v stat, t whole (the mean divides by the count of valid labels)."""
+    """`t v, t -> `: v stat; t summed in a sum, whole in a mean (of as many as are valid)."""
     bound = bind(node)
     x, target = d.operand(bound["self"]), d.operand(bound["target"])
-    if len(x.dims) != 2 or is_tensor(bound.get("weight")) or len(target.dims) != 1:
-        return d.whole(node, "class weights, class probabilities or a loss over more than two dims")
+    if is_tensor(bound.get("weight")) or len(x.dims) != len(target.dims) + 1 or len(x.dims) < 2:
+        return d.whole(node, "class weights, class probabilities or no batch")
+    rest = [f"t{i}" for i in range(2, len(x.dims))]
     binder = Binder(d, node)
-    binder.bind(["t", "v"], x.dims)
-    binder.bind(["t"], target.dims)
-    each = bound.get("reduction", 1) == 0
-    result = binder.result(["t"] if each else [], d.sizes(node))
-    letters = binder.letters({"t": "parallel" if each else "whole", "v": "stat"})
+    binder.bind(["t", "v", *rest], x.dims)
+    binder.bind(["t", *rest], target.dims)
+    reduction = bound.get("reduction", 1)
+    each = {0: "parallel", 2: "sum"}.get(reduction, "whole")
+    result = binder.result(["t", *rest] if reduction == 0 else [], d.sizes(node))
+    classes = "stat" if not rest else "whole"
+    letters = binder.letters(dict.fromkeys(["t", *rest], each) | {"v": classes})
     return Access((x, target), (result,), letters)
 
 

@@ -40,15 +40,17 @@ class Agreement:
         changes: Mapping[str, Change],
         program: int,
         holds: Holds,
+        about: str = "",
     ) -> tuple[dict[str, Change], int]:
         """The changes of all ranks and the program that each of them has for it, else -1.
 
-        `changes` since the last call, of what capture read; `holds` who has to know of each.
+        `changes` since the last call, of what capture read; `holds` who has to know of each; `about`:
+        what else is said of the call.
         """
         if self._watch is None:
             return dict(changes), program
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        said = [str(spec), *map(_facts, leaves)]
+        said = [str(spec), about, *map(_facts, leaves)]
         if not self._called:
             said.append(_contents(leaves))
         told = self._watch.exchange("call", [said, dict(changes), program])

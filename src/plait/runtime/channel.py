@@ -1,13 +1,19 @@
 """Channel: messages between the stages of a pipeline, rank i of a group to rank i of another.
 
-Sends never wait: their handles, and the memory they read, are kept until `flush`. So a receive can
-wait for a rank whose own sends are on their way, and no order of sends can lock. Every message of a
-call has a tag of its own: what, which, and which micro-batch.
+Sends never wait: their handles, and the memory they read, are kept. So a receive can wait for a
+rank whose own sends are on their way, and no order of sends can lock. Receives are posted before
+they are waited for. Every message of a call has a tag of its own: what, which, and which
+micro-batch.
+
+What has been sent is let go as soon as the other side is known to have read it. Nobody acknowledges
+anything: both sides run actions in an order that both know, so a message from action 7 over there
+says that all messages for its actions up to 7 have arrived.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +24,14 @@ from plait.passes.trace import Spec
 
 VALUE, GRADIENT, OUTPUT, SUM, TOTAL, BUFFER, WHOLE = range(7)
 _WHICH, _PIECE = 2**16, 2**10  # values of a kind, and micro-batches, that a 32-bit tag can number
+NEVER = 2**62  # later than every action
+
+
+@dataclass(frozen=True)
+class _Sent:
+    handle: Any
+    memory: Tensor
+    reader: int  # position of the action that reads it
 
 
 class Channel:
@@ -26,7 +40,8 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup | None, rank: int, tp: int, pp: int) -> None:
         self.group, self.tp, self.pp = group, tp, pp
         self.place, self.tp_rank = divmod(rank, tp)
-        self._handles: list[tuple[Any, Tensor]] = []
+        self.most = 0  # messages that were kept at once, so far
+        self._sent: dict[int, list[_Sent]] = defaultdict(list)  # by place
         self._mine: dict[int, list[Tensor]] = defaultdict(list)
 
     @staticmethod
@@ -34,35 +49,64 @@ class Channel:
         assert which < _WHICH and piece < _PIECE, (which, piece)
         return (kind * _WHICH + which) * _PIECE + piece
 
-    def send(self, x: Tensor, place: int, tag: int) -> None:
-        """To the rank of the same number in group `place`."""
+    def send(self, x: Tensor, place: int, tag: int, reader: int = NEVER) -> None:
+        """To the rank of the same number in group `place`, whose action `reader` reads it."""
         x = _plain(x.detach())
         if place == self.place:
             self._mine[tag].append(x)
         elif x.numel():
             handle = dist.isend(x, group=self.group, group_dst=self._rank(place), tag=tag)
-            self._handles.append((handle, x))
+            self._sent[place].append(_Sent(handle, x, reader))
+            self.most = max(self.most, sum(map(len, self._sent.values())))
 
-    def receive(self, spec: Spec, place: int, tag: int, device: torch.device) -> Tensor:
+    def expect(self, spec: Spec, place: int, tag: int, device: torch.device) -> Incoming:
+        """Post a receive."""
         if place == self.place:
-            return _typed(self._mine[tag].pop(0), spec)
+            return Incoming(self, spec, tag)
         x = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-        plain = _plain(x)
+        plain, handle = _plain(x), None
         if plain.numel():
             handle = dist.irecv(plain, group=self.group, group_src=self._rank(place), tag=tag)
-            assert handle is not None
-            handle.wait()
-        return _typed(plain, spec)
+        return Incoming(self, spec, tag, plain, handle)
+
+    def receive(self, spec: Spec, place: int, tag: int, device: torch.device) -> Tensor:
+        return self.expect(spec, place, tag, device).wait()
+
+    def settle(self, place: int, action: int) -> None:
+        """A message from `action` at `place` is here: what its actions so far read is let go."""
+        kept = []
+        for sent in self._sent[place]:
+            if sent.reader > action:
+                kept.append(sent)
+            elif sent.handle is not None:
+                sent.handle.wait()
+        self._sent[place] = kept
 
     def flush(self) -> None:
         """Until every send has been read."""
-        for handle, _ in self._handles:
-            if handle is not None:
-                handle.wait()
-        self._handles.clear()
+        for place in list(self._sent):
+            self.settle(place, NEVER)
 
     def _rank(self, place: int) -> int:
         return place * self.tp + self.tp_rank
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A message on its way; from the own place, it is there when its sender has run."""
+
+    channel: Channel
+    spec: Spec
+    tag: int
+    memory: Tensor | None = None
+    handle: Any = None
+
+    def wait(self) -> Tensor:
+        if self.memory is None:
+            return _typed(self.channel._mine[self.tag].pop(0), self.spec)
+        if self.handle is not None:
+            self.handle.wait()
+        return _typed(self.memory, self.spec)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, count, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -220,12 +220,15 @@ def write(
 ) -> None:
     """Write `tensors`, which come in the order of `specs`, as `model.safetensors` or as shards.
 
-    All files are complete before the first takes its name; the index takes its name last.
+    A checkpoint that is there stays whole until the new one is: all files are complete before the
+    first takes its name, no shard takes the name of an old one, and the file that readers look for
+    first (the index, or the one file) changes at a stroke. Then what belonged to the old one goes.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     groups = _shards(specs, shard)
-    names = _names(len(groups))
+    names = _names(len(groups), {p.name for p in folder.iterdir()})
+    old = _shards_of(folder / INDEX)
     stream = iter(tensors)
     written: list[tuple[Path, Path]] = []
     try:
@@ -236,14 +239,30 @@ def write(
         if len(groups) > 1:
             temporary = folder / f".{INDEX}.{os.getpid()}.part"
             written.append((temporary, folder / INDEX))
-            temporary.write_text(_index(specs, dict(zip(names, groups, strict=True))))
+            _write_text(temporary, _index(specs, dict(zip(names, groups, strict=True))))
         for temporary, final in written:
             os.replace(temporary, final)
-        if len(groups) == 1:
-            (folder / INDEX).unlink(missing_ok=True)  # of an earlier save
     finally:
         for temporary, _ in written:
             temporary.unlink(missing_ok=True)
+    other = INDEX if len(groups) == 1 else FILE
+    for name in (n for n in (other, *old) if n not in names):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _shards_of(index: Path) -> list[str]:
+    """The files of an earlier save."""
+    if not index.is_file():
+        return []
+    names = set(json.loads(index.read_text())["weight_map"].values())
+    return sorted(n for n in names if Path(n).name == n)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _write_file(path: Path, specs: Mapping[str, Spec], stream: Iterator[torch.Tensor]) -> None:
@@ -278,9 +297,17 @@ def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
     return groups
 
 
-def _names(n: int) -> list[str]:
+def _names(n: int, taken: Set[str]) -> list[str]:
+    """`model-00001-of-00002.safetensors`, or `model-1-...` where an old shard has that name."""
+    if n == 1:
+        return [FILE]
     stem = FILE.removesuffix(".safetensors")
-    return [FILE] if n == 1 else [f"{stem}-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
+    for save in count():
+        own = f"{stem}-{save}" if save else stem
+        names = [f"{own}-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
+        if not taken & set(names):
+            return names
+    raise AssertionError("numbers do not end")
 
 
 def _index(specs: Mapping[str, Spec], groups: Mapping[str, Mapping[str, Spec]]) -> str:

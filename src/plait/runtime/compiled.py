@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.capture.loss import NO_LOSS, Loss
 from plait.capture.state import State
 from plait.errors import InputError, NotYetError
 from plait.passes.partition import Share
@@ -26,11 +27,12 @@ from plait.runtime.follow import Follower
 from plait.runtime.gradient import Holder
 from plait.runtime.places import Places
 from plait.runtime.programs import Programs
+from plait.runtime.step import Gathered, on_the_output, with_target, without_target
 from plait.runtime.transport import Transport
 from plait.runtime.weights import Tensors, locate
 
 Values = Mapping[str, Tensor]  # whole buffers by name
-Recompile = Callable[[Sequence[Any], Mapping[str, Any], State, Values], Executable]
+Recompile = Callable[..., Any]  # see api._Job.again
 
 
 @dataclass
@@ -98,11 +100,16 @@ class Compiled(nn.Module):
     # -- calling -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        agreement = self._agreement
         executable, leaves = self._executable(args, kwargs)
-        with agreement.guard("forward"), self._follower.casts_off():
+        return self._run(executable, leaves, "forward")
+
+    def _run(
+        self, executable: Any, leaves: Sequence[Any], what: str, call: Callable[..., Any] | None = None
+    ) -> Any:
+        agreement = self._agreement
+        with agreement.guard(what), self._follower.casts_off():
             seed = agreement.seed() if executable.local.seeded else torch.zeros(0)
-            return executable(self._live(), leaves, seed)
+            return (call or executable)(self._live(), leaves, seed)
 
     def _tell_gradients(self) -> None:
         """Torch's own clipping, scaler and optimizers learn which weights are not whole here."""
@@ -121,25 +128,37 @@ class Compiled(nn.Module):
         """Weights as the module holds them now; `.to()` or an assignment may have replaced them."""
         return {name: place() for name, place in self._places.items()}
 
-    def _executable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _executable(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss = NO_LOSS
+    ) -> Any:
         """The program for this call and the call's leaves; made on all ranks if it is new."""
         follower, programs = self._follower, self._programs
         view = follower.look(self)
         number = programs.number(view.state, bool(view.changes))
+        about = str(loss) if loss.asked else "forward"
         changes, number = self._agreement.call(
-            args, kwargs, view.changes, number, self._holdings.holds
+            args, kwargs, view.changes, number, self._holdings.holds, about
         )
         view = view.agreed(changes)
         if changes:
             follower.adopt(self, view)
-        found = programs.find(number, args, kwargs)
+        found = programs.find(number, args, kwargs, loss)
         if found is None:
-            made = self._recompile(args, kwargs, view.state, self._buffers_whole())
-            number = programs.add(number, follower.settle(self, view, made.folded), made)
-            found = programs.find(number, args, kwargs)
+            made = self._make(args, kwargs, view.state, loss)
+            number = programs.add(number, follower.settle(self, view, made.folded), made, loss)
+            found = programs.find(number, args, kwargs, loss)
         elif changes:
             follower.settle(self, view, ())
         return found
+
+    def _make(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State, loss: Loss
+    ) -> Any:
+        if not loss.asked:
+            return self._recompile(args, kwargs, state, self._buffers_whole(), loss)
+        plain, _ = self._executable(args, without_target(kwargs))
+        made = self._recompile(args, kwargs, state, self._buffers_whole(), loss, plain.cut)
+        return Gathered(plain, made) if isinstance(made, str) else made
 
     def _buffers_whole(self) -> dict[str, Tensor]:
         """What a new program has to fold: the values here, not those of the user's model."""
@@ -152,16 +171,27 @@ class Compiled(nn.Module):
             }
         return {n: v for names, v in values.items() if v is not None for n in names}
 
+    @torch.enable_grad()
     def step(self, *args: Any, target: Any = (), loss_fn: Any = None, **kwargs: Any) -> Any:
-        """Forward and backward; returns (loss, outputs). Neither steps nor zeroes an optimizer."""
-        out = self(*args, **kwargs)
-        if loss_fn is not None:
-            targets = target if isinstance(target, tuple) else (target,)
-            loss = loss_fn(out, *targets)
-        else:
-            loss = _own_loss(out)
-        loss.backward()
-        return loss.detach(), out
+        """Forward and backward of `loss_fn(out, *target)`; returns (loss, outputs), without graphs.
+
+        A pipeline runs its schedule. `target`: a tuple, or the one argument; without `loss_fn` the
+        loss is the `loss` of the model's output. Gradients are added to `.grad` of parameters and
+        inputs; nothing is zeroed and no optimizer steps. InputError: the loss is not one number, or
+        the module was not compiled with training=True.
+        """
+        if not self._first.planned.program.training:
+            raise InputError("step() needs gradients: compile with training=True")
+        loss, kwargs = Loss(loss_fn), with_target(kwargs, target)
+        if self._holdings.stages is None:
+            return on_the_output(self, loss, args, kwargs)
+        found, leaves = self._executable(args, kwargs, loss)
+        if not isinstance(found, Gathered):
+            return self._run(found, leaves, "step", found.step)
+        plain = found.plain
+        call = partial(self._run, plain.whole(), leaves, "forward")
+        value, out = on_the_output(lambda *_, **__: call(), loss, args, kwargs)
+        return value, out if plain.reads else None
 
     # -- what was chosen ---------------------------------------------------------------------------
 
@@ -174,8 +204,8 @@ class Compiled(nn.Module):
         return self._programs.first
 
     def explain(self) -> str:
-        """How the model was split, every collective, and what stayed whole and why."""
-        return explain(self.plan)
+        """How the model was split, every collective, what stayed whole and why, the steps so far."""
+        return "\n".join([explain(self.plan), *self._programs.steps()])
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -346,13 +376,6 @@ def _known(state: Mapping[str, Tensor], weights: Sequence[Weight]) -> dict[str, 
 def _within(weights: Sequence[Weight], state: Mapping[str, Tensor], strict: bool) -> list[Weight]:
     saved = [w for w in weights if w.kind == "parameter" or (w.kind == "buffer" and w.persistent)]
     return saved if strict else [w for w in saved if any(n in state for n in w.names)]
-
-
-def _own_loss(out: Any) -> Tensor:
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise InputError("step() without loss_fn needs a model that returns its loss as `loss`")
-    return loss
 
 
 def _counted(grad: Tensor, cut: Cut | None, rank: int) -> Tensor | None:

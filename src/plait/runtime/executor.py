@@ -72,11 +72,8 @@ class Executable:
             return self.replay(feed)
         return tuple(self.module(*feed))
 
-    def accepts(self, leaves: Sequence[Any]) -> bool:
-        return len(leaves) == len(self.patterns) and all(
-            p.matches(x) if isinstance(p, Pattern) else same(p, x)
-            for p, x in zip(self.patterns, leaves, strict=True)
-        )
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        return leaves_of(self.planned.program, self.patterns, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,24 @@ class Pattern:
         )
 
 
-def same(a: Any, b: Any) -> bool:
+def leaves_of(
+    program: Program, patterns: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any] | None:
+    """The call's leaves in the order of the program's inputs; None where it is of another form."""
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    if spec != program.in_spec:
+        try:
+            flat = list(program.in_spec.flatten_up_to((tuple(args), dict(kwargs))))
+        except ValueError:
+            return None
+    fits = len(flat) == len(patterns) and all(
+        p.matches(x) if isinstance(p, Pattern) else _same(p, x)
+        for p, x in zip(patterns, flat, strict=True)
+    )
+    return flat if fits else None
+
+
+def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 

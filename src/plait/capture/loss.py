@@ -1,0 +1,111 @@
+"""Loss: a model and what is made of its output, as one model; how a step is captured.
+
+The same parameters under the same names, the same signature with one keyword more, and two outputs:
+
+    forward(*args, plait_target=(target, ...), **kwargs) -> (loss, out)
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.errors import InputError
+
+TARGET = "plait_target"
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """`fn(out, *target)`, or the model's own loss where there is no `fn`; none where none is asked."""
+
+    fn: Callable[..., Tensor] | None = None
+    asked: bool = True
+
+    def __post_init__(self) -> None:
+        learned = list(self.fn.parameters()) if isinstance(self.fn, nn.Module) else []
+        if learned:
+            raise InputError(
+                f"{self} has {len(learned)} parameters, which step would not train: make it a part "
+                "of the model"
+            )
+
+    def __call__(self, out: Any, targets: Sequence[Any]) -> Tensor:
+        """A tensor of one element; InputError for anything else."""
+        value = _own(out) if self.fn is None else self.fn(out, *targets)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise InputError(f"{self} gives {what}; step takes a loss of one element")
+        return value.reshape(())
+
+    def __str__(self) -> str:
+        if self.fn is None:
+            return "the model's own loss"
+        return f"loss_fn {getattr(self.fn, '__qualname__', type(self.fn).__qualname__)}"
+
+    def same(self, other: Loss) -> bool:
+        """A function that is written in a loop is the same one each time, if all it closes over is."""
+        a, b = self.fn, other.fn
+        if self.asked != other.asked:
+            return False
+        if isinstance(a, FunctionType) and isinstance(b, FunctionType):
+            return a.__code__ is b.__code__ and _equal(_bound(a), _bound(b))
+        return a is b or (a is not None and a == b)
+
+
+NO_LOSS = Loss(asked=False)  # of a plain call
+
+
+def with_loss(model: nn.Module, loss: Loss) -> nn.Module:
+    """`model` is not changed; it and the new module share parameters, buffers and submodules."""
+    kind, inner = type(model), vars(model).get("forward")
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        targets = kwargs.pop(TARGET)
+        run = inner if inner is not None else super(made, self).forward
+        out = run(*args, **kwargs)
+        return loss(out, targets), out
+
+    forward.__signature__ = _signature(model)  # type: ignore[attr-defined]
+    body = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    made: Any = type(kind.__name__, (kind,), body)
+    out = copy.copy(model)
+    out.__class__ = made
+    vars(out).pop("forward", None)
+    return out
+
+
+def _signature(model: nn.Module) -> inspect.Signature:
+    kinds = inspect.Parameter
+    own = list(inspect.signature(model.forward).parameters.values())
+    rest = [p for p in own if p.kind is kinds.VAR_KEYWORD]
+    target = kinds(TARGET, kinds.KEYWORD_ONLY)
+    first = kinds("self", kinds.POSITIONAL_ONLY)
+    return inspect.Signature([first, *(p for p in own if p not in rest), target, *rest])
+
+
+def _own(out: Any) -> Any:
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if loss is None:
+        raise InputError("step() without loss_fn needs a model that returns its loss as `loss`")
+    return loss
+
+
+def _bound(fn: FunctionType) -> list[Any]:
+    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    return [*cells, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+
+
+def _equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    plain = (int, float, str, torch.dtype)
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(
+        x is y or (isinstance(x, plain) and type(x) is type(y) and x == y) for x, y in pairs
+    )

@@ -1,0 +1,212 @@
+"""Actions: what a place of a pipeline does at each letter of its schedule.
+
+Every micro-batch has a graph of its own in every stage, made of leaves: the rank's weights, the
+inputs, and the values that came over a wire.
+
+    F    receive, run the stage's program, send
+    B    receive the gradients of what was sent, run the graph backwards, send those of what came
+    I    B without the gradients of weights
+    W    these
+
+While an action computes, the messages of the next one are already on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.passes.late import Queue
+from plait.passes.pipeline import Wire
+from plait.passes.schedule import Action, Schedule
+from plait.passes.trace import Reach
+from plait.rules.moves import take
+from plait.runtime import channel
+from plait.runtime.channel import Channel, Incoming
+from plait.runtime.stages import Piece, Stages
+
+SALT = 0x9E3779B97F4A7C15 % 2**62  # apart from the seed of the whole call: a draw per micro-batch
+
+
+@dataclass
+class _Open:
+    """What a stage keeps of one micro-batch between its forward and its backward."""
+
+    received: dict[Wire, Tensor]
+    made: dict[str, Tensor]
+    results: dict[int, Tensor]  # by flat output
+    queue: Queue = field(default_factory=Queue)
+
+
+class Run:
+    """One call on this rank."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        order: Schedule,
+        weights: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        seed: Tensor,
+        grad: bool,
+    ) -> None:
+        self.stages, self.order, self.grad, self.seed = stages, order, grad, seed
+        self.specs = stages.specs(leaves, grad)
+        self.given_leaves = leaves
+        self.leaves = [
+            _leaf(x.to(stages.device), grad and x.requires_grad) if isinstance(x, Tensor) else x
+            for x in leaves
+        ]
+        shares = stages.local.shares
+        self.held = {s.weight.node: s.weight.name for s in shares if s.weight.name in weights}
+        needs = {s.weight.node: grad and s.weight.requires_grad for s in shares}
+        changed = {m.weight for m in stages.program.mutations} if grad else set()
+        self.weights = {
+            n: _leaf(weights[w].clone() if n in changed else weights[w], needs[n])
+            for n, w in self.held.items()
+        }
+        self.originals = {n: weights[name] for n, name in self.held.items()}
+        self.results: dict[tuple[int, int], Any] = {}  # (flat, micro-batch) of this rank's stages
+        self._open: dict[tuple[int, int], _Open] = {}
+        self._queues: dict[tuple[int, int], Queue] = {}
+        self._at = {a: i for line in order.places for i, a in enumerate(line)}
+        self._grads: Mapping[int, Tensor] = {}
+
+    # -- the schedule --------------------------------------------------------------------------------
+
+    def perform(self, kinds: str, grads: Mapping[int, Tensor] | None = None) -> None:
+        """The actions of these kinds, in order; `grads`: of flat outputs, whole, on every rank."""
+        self._grads = grads or {}
+        mine = [a for a in self.order.places[self.stages.channel.place] if a.kind in kinds]
+        posted = self._post(mine[0]) if mine else {}
+        for action, following in zip(mine, [*mine[1:], None], strict=True):
+            coming = self._post(following) if following is not None else {}
+            self._do(action, posted)
+            posted = coming
+
+    def reached(self, k: int) -> Reach:
+        return self.stages.reached(k, self.specs, frozenset(self._grads))
+
+    def _post(self, action: Action) -> dict[Wire, Incoming]:
+        """The receives of an action."""
+        line, device = self.stages.channel, self.stages.device
+        piece, k = self.stages.pieces[action.piece], action.piece
+        out = {}
+        for wire in self._incoming(action):
+            source = wire.source if action.kind == "F" else wire.target
+            tag = _tag(action.kind, piece, wire, k)
+            spec = self.specs[k][wire.value]
+            out[wire] = line.expect(spec, self.stages.place(source), tag, device)
+        return out
+
+    def _incoming(self, action: Action) -> Sequence[Wire]:
+        stage = self.stages.pieces[action.piece].stages[action.stage]
+        match action.kind:
+            case "F":
+                return stage.receives
+            case "W":
+                return ()
+        values = self.reached(action.piece).values
+        return [wire for wire in stage.sends if wire.value in values]
+
+    def _do(self, action: Action, posted: Mapping[Wire, Incoming]) -> None:
+        came = {wire: incoming.wait() for wire, incoming in posted.items()}
+        for wire in came:
+            other = wire.source if action.kind == "F" else wire.target
+            self._settle(Action(other, action.kind, action.piece))
+        match action.kind:
+            case "F":
+                self._forward(action, came)
+            case "B":
+                self._backward(action, came)
+                self._queues.pop((action.stage, action.piece)).pay()
+            case "I":
+                self._backward(action, came)
+            case "W":
+                self._queues.pop((action.stage, action.piece)).pay()
+
+    def _settle(self, sender: Action) -> None:
+        self.stages.channel.settle(self.stages.place(sender.stage), self._at[sender])
+
+    def _send(self, x: Tensor, wire: Wire, reader: Action) -> None:
+        piece = self.stages.pieces[reader.piece]
+        tag = _tag(reader.kind, piece, wire, reader.piece)
+        self.stages.channel.send(x, self.stages.place(reader.stage), tag, self._at[reader])
+
+    # -- forward -------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, came: Mapping[Wire, Tensor]) -> None:
+        index, k = action.stage, action.piece
+        piece, specs = self.stages.pieces[k], self.specs[k]
+        stage = piece.stages[index]
+        received = {w: came[w].requires_grad_(specs[w.value].grad) for w in stage.receives}
+        opened = _Open(received, {}, {})
+        feed: list[Any] = [self.weights[n] for n in stage.weights]
+        feed += [self._input(piece, n, k) for n in stage.inputs]
+        if stage.seeded:
+            feed.append((self.seed + k * SALT) % 2**62)
+        feed += received.values()
+        if self.stages.apart:
+            feed.append(opened.queue)
+        with torch.set_grad_enabled(self.grad):
+            flat = piece.modules[index](*feed)
+        made = dict(zip(stage.makes, flat, strict=True))
+        for wire in stage.sends:
+            self._send(made[wire.value], wire, Action(wire.target, "F", k))
+        for i, value in zip(stage.results, flat[len(flat) - len(stage.results) :], strict=True):
+            self.results[i, k] = value.detach() if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                opened.results[i] = value
+        if self.grad:
+            opened.made = {w.value: made[w.value] for w in stage.sends}
+            self._open[index, k] = opened
+
+    def _input(self, piece: Piece, name: str, k: int) -> Any:
+        source = piece.feeds[name]
+        x = self.leaves[source.leaf]
+        with torch.set_grad_enabled(self.grad):
+            return take(x, source.cut.dim, source.cut.rows[k]) if source.cut is not None else x
+
+    # -- backward ------------------------------------------------------------------------------------
+
+    def _backward(self, action: Action, came: Mapping[Wire, Tensor]) -> None:
+        index, k = action.stage, action.piece
+        stage = self.stages.pieces[k].stages[index]
+        kept = self._open.pop((index, k))
+        self._queues[index, k] = kept.queue
+        pairs = [
+            (value, self._rows(i, self._grads[i], k))
+            for i, value in kept.results.items()
+            if i in self._grads and k in self.stages.parts(i)
+        ]
+        pairs += [(kept.made[wire.value], grad) for wire, grad in came.items()]
+        live = [(t, g) for t, g in pairs if t.requires_grad]
+        if live:
+            torch.autograd.backward([t for t, _ in live], [g for _, g in live])
+        values = self.reached(k).values
+        for wire in stage.receives:
+            if wire.value in values:
+                x = kept.received[wire]
+                grad = x.grad if x.grad is not None else torch.zeros_like(x)
+                self._send(grad, wire, Action(wire.source, action.kind, k))
+
+    def _rows(self, flat: int, grad: Tensor, k: int) -> Tensor:
+        """A micro-batch's part of the gradient of an output."""
+        given = self.stages.given[flat]
+        if given.kind != "shard":
+            return grad
+        assert given.cut is not None
+        return take(grad, given.cut.dim, given.cut.rows[k])
+
+
+def _leaf(x: Tensor, grad: bool) -> Tensor:
+    return x.detach().requires_grad_(grad)
+
+
+def _tag(kind: str, piece: Piece, wire: Wire, k: int) -> int:
+    what = channel.VALUE if kind == "F" else channel.GRADIENT
+    return Channel.tag(what, piece.numbers[wire], k)

@@ -1,0 +1,251 @@
+"""Stages: what one rank runs of a pipeline, and what both ends of every wire know without being told.
+
+A `Piece` is one micro-batch: the rank's program of it, cut into stages, and the modules of those
+stages that this rank runs. Shapes, dtypes and the need of gradients come from a trace on the meta
+device; which values get a gradient from a walk back from the outputs that have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from plait.passes import late
+from plait.passes.microbatch import WHOLE_COPY
+from plait.passes.partition import Local, partition
+from plait.passes.pipeline import Stage, Wire, split, stage_of
+from plait.passes.schedule import Schedule
+from plait.passes.trace import Reach, Spec, reach, trace
+from plait.plan.planner import Planned
+from plait.plan.staged import Pieces
+from plait.program import Program
+from plait.rules.moves import Cut, take
+from plait.runtime.channel import Channel
+from plait.runtime.executor import place
+from plait.runtime.transport import MoveModule, Transport
+
+
+@dataclass(frozen=True)
+class Given:
+    """How a flat output comes out of the micro-batches."""
+
+    kind: str  # shard | whole | partial
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Which leaf of the call a placeholder takes, and which of its rows."""
+
+    leaf: int
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    local: Local
+    stages: tuple[Stage, ...]
+    placed: Mapping[str, int]  # stage of every call of `local`
+    modules: Mapping[int, fx.GraphModule]
+    feeds: Mapping[str, Feed]  # by placeholder
+    numbers: Mapping[Wire, int]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All micro-batches of one program. Place p runs the stages s with s % pp == p."""
+
+    program: Program
+    pieces: tuple[Piece, ...]
+    given: tuple[Given, ...]  # of each flat output
+    channel: Channel
+    holders: Mapping[str, tuple[int, ...]]  # node of a weight -> places that hold it
+    device: torch.device
+    apart: bool = False  # gradients of weights are computed apart
+    _traces: dict[Any, tuple[dict[str, Spec], ...]] = field(default_factory=dict)
+    _reaches: dict[Any, Reach] = field(default_factory=dict)
+
+    @property
+    def local(self) -> Local:
+        return self.pieces[0].local
+
+    @property
+    def count(self) -> int:
+        return len(self.pieces[0].stages)
+
+    @property
+    def last(self) -> int:
+        """The place of the last stage."""
+        return self.place(self.count - 1)
+
+    def place(self, stage: int) -> int:
+        return stage % self.channel.pp
+
+    def homes(self) -> list[frozenset[str]]:
+        """The weights, by node, that each stage may read."""
+        unused = {w.node for w in self.program.unused}
+        held = [
+            frozenset(n for n, places in self.holders.items() if p in places) | (unused if p == 0 else set())
+            for p in range(self.channel.pp)
+        ]
+        return [held[self.place(s)] for s in range(self.count)]
+
+    # -- outputs -------------------------------------------------------------------------------------
+
+    def owner(self, flat: int) -> int:
+        """The stage that gives a flat output."""
+        return next(s.index for s in self.pieces[0].stages if flat in s.results)
+
+    def wanted(self) -> list[int]:
+        """The flat outputs that the caller sees."""
+        return sorted({o.index for o in self.program.outputs if o.index is not None})
+
+    def parts(self, flat: int) -> range:
+        """The micro-batches that have a say in a flat output."""
+        return range(1 if self.given[flat].kind == "whole" else len(self.pieces))
+
+    def spec(self, specs: Sequence[Mapping[str, Spec]], flat: int, k: int) -> Spec | None:
+        """Of a flat output of micro-batch k; None where it is no tensor."""
+        stage = self.pieces[k].stages[self.owner(flat)]
+        at = len(stage.makes) - len(stage.results) + stage.results.index(flat)
+        return specs[k].get(stage.makes[at])
+
+    # -- what both ends know -------------------------------------------------------------------------
+
+    def specs(self, leaves: Sequence[Any], grad: bool) -> tuple[dict[str, Spec], ...]:
+        """Of every value of every micro-batch, for inputs like these."""
+        key = (grad, *(Spec.of(x) if isinstance(x, Tensor) else None for x in leaves))
+        if key not in self._traces:
+            self._traces[key] = tuple(
+                trace(piece.local, self._meta(piece, k, leaves, grad), grad)
+                for k, piece in enumerate(self.pieces)
+            )
+        return self._traces[key]
+
+    def _meta(self, piece: Piece, k: int, leaves: Sequence[Any], grad: bool) -> dict[str, Any]:
+        feed: dict[str, Any] = {}
+        for share in piece.local.shares:
+            shape = list(share.weight.shape)
+            if share.cut is not None:
+                shape[share.cut.dim] = share.cut.counts()[piece.local.rank]
+            needs = grad and share.weight.requires_grad
+            feed[share.weight.node] = Spec(tuple(shape), share.weight.dtype, needs)
+        for name, source in piece.feeds.items():
+            x = leaves[source.leaf]
+            if isinstance(x, Tensor):
+                part = take(x.detach().to("meta"), source.cut.dim, source.cut.rows[k]) if source.cut else x
+                feed[name] = Spec(tuple(part.shape), x.dtype, grad and x.requires_grad)
+            else:
+                feed[name] = x
+        feed["plait_seed"] = Spec((), torch.int64, False)
+        return feed
+
+    def reached(self, k: int, specs: Sequence[Mapping[str, Spec]], ends: frozenset[int]) -> Reach:
+        """What gets a gradient in micro-batch k when the flat outputs `ends` have one."""
+        ends = frozenset(i for i in ends if k in self.parts(i))
+        key = (k, id(specs), ends)
+        if key not in self._reaches:
+            piece = self.pieces[k]
+            self._reaches[key] = reach(piece.local, specs[k], piece.placed, ends)
+        return self._reaches[key]
+
+
+# -- making ----------------------------------------------------------------------------------------
+
+
+def stages(
+    pieces: Pieces,
+    order: Schedule,
+    transport: Transport,
+    line: Channel,
+    device: torch.device,
+    holders: Mapping[str, tuple[int, ...]] | None,
+) -> Stages:
+    """This rank's stages of every micro-batch; `holders` by node, where weights are loaded."""
+    apart = "W" in order.kinds and pieces.full.training
+    made = tuple(
+        _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
+    )
+    return Stages(
+        pieces.full, made, _given(pieces), line, holders or _holders(made[0], line.pp), device, apart
+    )
+
+
+def _piece(
+    pieces: Pieces,
+    planned: Planned,
+    transport: Transport,
+    line: Channel,
+    device: torch.device,
+    apart: bool,
+) -> Piece:
+    staged = pieces.staged
+    local = partition(
+        planned.program, planned.description, planned.strategies, planned.grads, transport.rank
+    )
+    light = frozenset(staged.light)
+    cut = split(local, staged.firsts, light)
+    algorithms = {p.name: p.algorithm for p in pieces.plan.collectives}
+    root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
+    for name, site in local.sites.items():
+        ways = (algorithms.get(n, "native") for n in (name, f"{name}.backward"))
+        root[name] = MoveModule(site, transport, *ways)
+    trained = {s.weight.node for s in local.shares if s.weight.requires_grad}
+    modules = {}
+    for stage in cut:
+        if stage.index % line.pp == line.place:
+            place(stage.graph, device)
+            owing = late.defer(stage.graph, trained) if apart else {}
+            modules[stage.index] = fx.GraphModule(root | owing, stage.graph)
+    placed = {n.name: s for n, s in stage_of(local, staged.firsts, light).items()}
+    wires = [wire for stage in cut for wire in stage.sends]
+    numbers = {wire: i for i, wire in enumerate(wires)}
+    return Piece(local, cut, placed, modules, _feeds(pieces, planned.program), numbers)
+
+
+def _feeds(pieces: Pieces, program: Program) -> dict[str, Feed]:
+    at = {entry.path: leaf for leaf, entry in enumerate(pieces.full.inputs)}
+    nodes = {n.name: n for n in pieces.full.graph.nodes if n.op == "placeholder"}
+    out = {}
+    for entry in program.inputs:
+        if entry.node is None:
+            continue
+        path = entry.path.removesuffix(WHOLE_COPY)
+        leaf, cut = at[path], None
+        name = pieces.full.inputs[leaf].node
+        assert name is not None
+        if pieces.batch is not None and path == entry.path and nodes[name] in pieces.description.dims:
+            dims = pieces.description.dims[nodes[name]][0]
+            if pieces.batch.split.dim(dims) is not None:
+                cut = Cut.of(dims, pieces.batch.split)
+        out[entry.node] = Feed(leaf, cut)
+    return out
+
+
+def _given(pieces: Pieces) -> tuple[Given, ...]:
+    output = next(iter(reversed(pieces.full.graph.nodes)))
+    out = []
+    for item in output.args[0]:  # type: ignore[union-attr]
+        layout = pieces.batch.layouts.get(item) if pieces.batch is not None else None  # type: ignore[arg-type]
+        if layout is None or layout.kind in ("whole", "copied"):
+            out.append(Given("whole"))
+        elif layout.kind == "partial":
+            out.append(Given("partial"))
+        else:
+            assert layout.split is not None
+            dims = pieces.description.dims[item][0]  # type: ignore[index]
+            out.append(Given("shard", Cut.of(dims, layout.split)))
+    return tuple(out)
+
+
+def _holders(piece: Piece, pp: int) -> dict[str, tuple[int, ...]]:
+    """A weight that no stage reads (a buffer that is only written) is held by the first."""
+    reads: dict[str, set[int]] = {s.weight.node: set() for s in piece.local.shares}
+    for stage in piece.stages:
+        for node in stage.weights:
+            reads[node].add(stage.index % pp)
+    return {node: tuple(sorted(places)) or (0,) for node, places in reads.items()}
