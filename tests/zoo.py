@@ -35,7 +35,7 @@ def ids(rows: int = BATCH, length: int = SEQ) -> torch.Tensor:
     return torch.randint(2, VOCAB, (rows, length))
 
 
-def _decoder(kind: str, **options: Any) -> Callable[[int], tuple[nn.Module, dict[str, Any]]]:
+def decoder(kind: str, **options: Any) -> Callable[[int], tuple[nn.Module, dict[str, Any]]]:
     def make(layers: int) -> tuple[nn.Module, dict[str, Any]]:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,20 +89,20 @@ MOE = GQA | {"hidden_size": 28, "intermediate_size": 44}  # grouped_mm: rows of 
 MHA = dict(hidden_size=30, num_attention_heads=5, max_position_embeddings=64)
 
 MODELS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
-    "llama": _decoder("llama", **(GQA | {"hidden_size": 24})),
-    "qwen2": _decoder("qwen2", **(GQA | {"hidden_size": 24})),
-    "qwen3": _decoder("qwen3", head_dim=6, **GQA),
-    "mistral": _decoder("mistral", head_dim=6, sliding_window=5, **GQA),
-    "phi3": _decoder("phi3", **(GQA | {"hidden_size": 24})),
-    "olmo2": _decoder("olmo2", **(GQA | {"hidden_size": 24})),
-    "gpt2": _decoder("gpt2", n_embd=30, n_head=5, n_inner=52, n_positions=64),
-    "gptneox": _decoder("gpt_neox", intermediate_size=52, rotary_pct=0.5, **(MHA | {"hidden_size": 40})),
-    "opt": _decoder("opt", ffn_dim=52, word_embed_proj_dim=30, **MHA),
-    "falcon": _decoder("falcon", **(MHA | {"hidden_size": 30})),
-    "gemma3": _decoder("gemma3_text", head_dim=6, sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=6,
+    "llama": decoder("llama", **(GQA | {"hidden_size": 24})),
+    "qwen2": decoder("qwen2", **(GQA | {"hidden_size": 24})),
+    "qwen3": decoder("qwen3", head_dim=6, **GQA),
+    "mistral": decoder("mistral", head_dim=6, sliding_window=5, **GQA),
+    "phi3": decoder("phi3", **(GQA | {"hidden_size": 24})),
+    "olmo2": decoder("olmo2", **(GQA | {"hidden_size": 24})),
+    "gpt2": decoder("gpt2", n_embd=30, n_head=5, n_inner=52, n_positions=64),
+    "gptneox": decoder("gpt_neox", intermediate_size=52, rotary_pct=0.5, **(MHA | {"hidden_size": 40})),
+    "opt": decoder("opt", ffn_dim=52, word_embed_proj_dim=30, **MHA),
+    "falcon": decoder("falcon", **(MHA | {"hidden_size": 30})),
+    "gemma3": decoder("gemma3_text", head_dim=6, sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=6,
                        **(GQA | {"num_key_value_heads": 2})),
-    "mixtral": _decoder("mixtral", head_dim=6, num_local_experts=5, num_experts_per_tok=2, sliding_window=None, **MOE),
-    "qwen3moe": _decoder("qwen3_moe", head_dim=6, num_experts=5, num_experts_per_tok=2,
+    "mixtral": decoder("mixtral", head_dim=6, num_local_experts=5, num_experts_per_tok=2, sliding_window=None, **MOE),
+    "qwen3moe": decoder("qwen3_moe", head_dim=6, num_experts=5, num_experts_per_tok=2,
                          moe_intermediate_size=20, **MOE),
     "bert": _bert,
     "vit": _vit,

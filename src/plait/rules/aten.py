@@ -280,6 +280,39 @@ def convolution(d: Describer, node: fx.Node) -> Access:
     return Access(tuple(operands), (out,), letters, () if depthwise else ((0,),), local)
 
 
+def windows(spatial: int) -> Rule:
+    """Pooling, resizing: `* l -> * m`, the last `spatial` dims whole and new, the others parallel."""
+
+    def rule(d: Describer, node: fx.Node) -> Access:
+        operand = d.operand(node.all_input_nodes[0])
+        lead = len(operand.dims) - spatial
+        results = tuple(
+            (*operand.dims[:lead], *d.fresh_dims(node, i)[lead:]) for i in range(outputs(node))
+        )
+        letters = [Letter(f, "parallel") for f in operand.dims[:lead] if f.size > 1]
+        for dims in (operand.dims, *results):
+            letters += [Letter(f, "whole", "windows span it") for f in dims[lead:]]
+        return Access((operand,), results, tuple(letters))
+
+    return rule
+
+
+def batch_norm(d: Describer, node: fx.Node) -> Access:
+    """`b c l, c, c, c, c -> b c l` by the statistics that were learned: all parallel."""
+    bound = bind(node)
+    operands = [d.operand(bound["input"])]
+    names = ["b", "c", *[f"l{i}" for i in range(len(operands[0].dims) - 2)]]
+    binder = Binder(d, node)
+    binder.bind(names, operands[0].dims)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if is_tensor(bound.get(name)):
+            operands.append(d.operand(bound[name]))
+            binder.bind(["c"], operands[-1].dims)
+    result = binder.result(names, d.sizes(node))
+    empty = tuple(d.fresh_dims(node, i) for i in range(1, outputs(node)))  # of this batch: none
+    return Access(tuple(operands), (result, *empty), binder.letters({}))
+
+
 def cross_entropy(d: Describer, node: fx.Node) -> Access:
     """`t v, t -> `: v stat; t summed in a sum, whole in a mean (of as many as are valid)."""
     bound = bind(node)
@@ -378,6 +411,8 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("addmm.default",        added_matmul("t o", "mat1[t i] mat2[i o]")),
     ("baddbmm.default",      added_matmul("b m n", "batch1[b m i] batch2[b i n]")),
     ("convolution conv1d.default conv2d.default conv3d.default", convolution),
+    ("max_pool1d.default avg_pool1d.default adaptive_avg_pool1d.default", windows(1)),
+    ("max_pool2d.default max_pool2d_with_indices.default avg_pool2d.default adaptive_avg_pool2d.default upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec", windows(2)),
     # lookups
     ("embedding.default",    Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")),
     ("index.Tensor",         index),
@@ -388,6 +423,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("dim", -1, "stat")),
     ("layer_norm.default",   layer_norm),
     ("group_norm.default",   group_norm),
+    ("_native_batch_norm_legit_no_training.default", batch_norm),
     ("cross_entropy_loss.default", cross_entropy),
     ("_weight_norm.default", weight_norm),
     # reductions
@@ -414,7 +450,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("unbind.int",           views.unbind),
     ("cat.default",          views.cat),
     ("stack.default",        views.stack),
-    ("constant_pad_nd.default", views.constant_pad),
+    ("constant_pad_nd.default pad.default", views.constant_pad),
     ("flip.default",         views.along(lambda b: b["dims"], "reversed")),
     ("roll.default",         views.along(lambda b: b["dims"] or range(99), "rolled")),
     ("tril.default triu.default", triangle),
