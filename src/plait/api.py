@@ -15,11 +15,13 @@ from plait.capture import capture
 from plait.capture.loss import Loss, with_loss
 from plait.capture.state import Ambient, State, around, posed
 from plait.cluster import Cluster
-from plait.errors import CaptureError
+from plait.cluster.presets import grow
+from plait.errors import CaptureError, PlanError
 from plait.mesh import Mesh, refuse_what_is_coming
 from plait.passes.microbatch import why_uncut
-from plait.plan import overlaps, planner
-from plait.plan.plan import Plan, program_digest
+from plait.passes.schedule import SCHEDULES
+from plait.plan import joint, overlaps, planner, staged
+from plait.plan.plan import Choice, Plan, program_digest
 from plait.plan.planner import Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
@@ -53,6 +55,7 @@ def compile(
     overlap: str | int = "auto",
     micro_batches: str | int = "auto",
     schedule: str = "auto",
+    recompute: str = "auto",
     outputs: str = "all",
     deterministic: bool = False,
     measure: bool = True,
@@ -63,36 +66,43 @@ def compile(
     rank: CaptureError (the model cannot be captured), MeshError (tp, pp, dp do not fit the ranks),
     WeightError (weights missing, extra or mis-shaped), InputError (ranks pass different inputs).
     """
-    refuse_what_is_coming(dp=dp)
+    refuse_what_is_coming(dp=dp, recompute=recompute)
     overlaps.check(overlap)
     if group is None:
         group, _ = world()
-    mesh = Mesh.of(tp, pp, dp, dist.get_world_size(group) if group is not None else 1)
-    staging = Staging.of(mesh, Cluster.of(cluster), group, micro_batches, schedule, outputs)
+    meshes = Mesh.fitting(tp, pp, dp, dist.get_world_size(group) if group is not None else 1)
+    joint.check(objective, micro_batches, schedule, recompute, outputs)
     place = _device(model, device, group)
     source = _Source(model, dtype, args, kwargs, dynamic, training, place)
+    agreement = Agreement(group, place)
+    ambient = replace(Ambient.now(training, place), grad=training)
+    with agreement.step("compile"):
+        program = source.capture(ambient)
+        follower = Follower.of(model, program, ambient, place)
+    folded = follower.state.facts.contents
+    agreement.same("compile", [f"{name}: {folded[name]}" for name in sorted(folded)])
+    machine = Cluster.of(cluster)
+    options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)
+    schedules = joint.allowed(schedule, joint.RUNS)
+    ask = joint.Ask(meshes, machine, options, micro_batches, schedules, outputs=outputs)
+    mesh, options = _mesh(program, ask, agreement, plan)
+    one_piece = micro_batches == "auto" and mesh.pp == 1
+    pieces = options.choice.winner.micro_batches if options.choice and one_piece else micro_batches
+    staging = Staging.of(mesh, machine, group, pieces, schedule, outputs)
     job = _Job(
         source=source,
-        options=planner.Options(
-            mesh.tp,
-            _cluster(cluster, mesh),
-            algorithm,
-            objective,
-            deterministic,
-            overlap if mesh.pp == 1 else "off",  # a stage's cut may not fall into a region
+        options=replace(
+            options,
+            tp=mesh.tp,
+            cluster=machine.subset(range(mesh.tp)) if machine.size >= mesh.tp else machine,
+            overlap=overlap if mesh.pp == 1 else "off",  # a stage's cut may not fall into a region
         ),
         transport=staging.transport if staging is not None else Transport.of(group),
-        agreement=Agreement(group, place),
+        agreement=agreement,
         device=place,
         saved=plan,
         staging=staging,
     )
-    ambient = replace(Ambient.now(training, place), grad=training)
-    with job.agreement.step("compile"):
-        program = source.capture(ambient)
-        follower = Follower.of(model, program, ambient, place)
-    folded = follower.state.facts.contents
-    job.agreement.same("compile", [f"{name}: {folded[name]}" for name in sorted(folded)])
     first = job.build(program)
     with job.agreement.step("load"):
         holdings = _load(model, program, first, job, weights, dtype)
@@ -109,25 +119,41 @@ def plan(
     cluster: Cluster | str | None = None,
     tp: int | str = "auto",
     pp: int | str = "auto",
-    dp: int = 1,
+    dp: int | str = 1,
     dynamic: Mapping[str, Any] | None = None,
     training: bool = False,
     algorithm: str | Mapping[str, str] = "auto",
     objective: str = "latency",
     deterministic: bool = False,
     overlap: str | int = "auto",
+    micro_batches: str | int = "auto",
+    schedule: str = "auto",
+    recompute: str = "auto",
+    outputs: str = "all",
 ) -> Plan:
-    """The plan for a described machine: no processes, no devices; the model may be on meta."""
-    refuse_what_is_coming(pp=pp, dp=dp)
+    """The plan for a described machine: no processes, no devices; the model may be on meta.
+
+    `args` and `kwargs` are the batch of one replica. What is "auto" is chosen together, for the
+    least seconds of a call or the least between results over all replicas (`objective`), within each
+    device's memory; `Plan.choice` lists the front-runners. It may ask for more than `compile` runs
+    yet: replicas, any schedule, activations recomputed. Raises CaptureError, MeshError (no mesh of
+    all devices has these numbers) and PlanError (it does not fit: names the smallest number of
+    devices of this kind that would do).
+    """
     overlaps.check(overlap)
+    joint.check(objective, micro_batches, schedule, recompute, outputs)
     machine = Cluster.of(cluster)
-    mesh = Mesh.of(tp, pp, dp, machine.size)
-    options = planner.Options(
-        mesh.tp, machine.subset(range(mesh.tp)), algorithm, objective, deterministic, overlap
+    ask = joint.Ask(
+        Mesh.fitting(tp, pp, dp, machine.size),
+        machine,
+        planner.Options(1, machine, algorithm, objective, deterministic, overlap),
+        micro_batches,
+        joint.allowed(schedule, tuple(SCHEDULES)),
+        recompute=joint.RECOMPUTE if recompute == "auto" else (recompute,),
+        outputs=outputs,
     )
-    return planner.make(
-        capture(model, args, kwargs, dynamic=dynamic, training=training), options
-    ).plan
+    program = capture(model, args, kwargs, dynamic=dynamic, training=training)
+    return staged.settle(program, ask, joint.search(program, ask))
 
 
 @dataclass(frozen=True)
@@ -281,9 +307,30 @@ def _retyped(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return copy.deepcopy(model, memo) if memo else model
 
 
-def _cluster(cluster: Cluster | str | None, mesh: Mesh) -> Cluster:
-    machine = Cluster.of(cluster)
-    return machine.subset(range(mesh.tp)) if machine.size >= mesh.tp else machine
+def _mesh(
+    program: Program, ask: joint.Ask, agreement: Agreement, saved: Plan | None
+) -> tuple[Mesh, planner.Options]:
+    """The saved plan's mesh, the only one, or rank 0's choice, which every rank's plan records."""
+    if saved is not None:
+        mesh = Mesh(saved.tp, saved.pp, saved.dp)
+        if mesh not in ask.meshes:
+            raise PlanError(
+                f"the plan is for {mesh}; of the ranks at hand these can be made: "
+                + ", ".join(map(str, ask.meshes))
+            )
+        return mesh, ask.options
+    if len(ask.meshes) == 1:
+        return ask.meshes[0], ask.options
+    agreement.same("compile", [f"program {program_digest(program)}"])
+    text = ""
+    with agreement.step("plan"):
+        if agreement.leads:
+            size = ask.meshes[0].size
+            machine = grow(ask.cluster, size).subset(range(size))
+            text = joint.search(program, replace(ask, cluster=machine)).choice.to_json()
+    choice = Choice.from_json(agreement.broadcast("plan", text))
+    best = choice.winner
+    return Mesh(best.tp, best.pp, best.dp), replace(ask.options, choice=choice)
 
 
 def _device(

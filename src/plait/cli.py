@@ -17,8 +17,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,9 +42,12 @@ Nproc = Annotated[int, typer.Option(help="local processes, one for each rank", m
 Pp = Annotated[int, typer.Option(help="stages of the pipeline; tensor parallelism takes the rest", min=1)]
 Algorithm = Annotated[str, typer.Option(help="of every collective: auto, native, ring, tree ...")]
 Cluster = Annotated[str, typer.Option(help="a preset, for example dgx-h100 or dgx-h100[2x8]")]
-Tp = Annotated[str, typer.Option(help="ranks of tensor parallelism, or auto: all of the cluster")]
+Tp = Annotated[str, typer.Option(help="ranks of tensor parallelism, or auto")]
+Pp = Annotated[str, typer.Option(help="stages of a pipeline, or auto")]
+Dp = Annotated[str, typer.Option(help="replicas, or auto")]
 Batch = Annotated[int, typer.Option(help="rows of the example input", min=1)]
 Length = Annotated[int, typer.Option(help="tokens of the example input", min=1)]
+Dtype = Annotated[str, typer.Option(help="of the weights: float32, bfloat16 ...")]
 Training = Annotated[bool, typer.Option("--training", help="with gradients")]
 
 
@@ -69,18 +73,40 @@ def plan(
     model: Model,
     cluster: Cluster,
     tp: Tp = "auto",
+    pp: Pp = "auto",
+    dp: Dp = "1",
     batch: Batch = 1,
     length: Length = 4096,
     training: Training = False,
+    objective: Annotated[str, typer.Option(help="latency of a call, or throughput")] = "latency",
+    micro_batches: Annotated[str, typer.Option(help="of a pipeline, or auto")] = "auto",
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved ... or auto")] = "auto",
+    recompute: Annotated[str, typer.Option(help="activations: off, full or auto")] = "auto",
+    outputs: Annotated[str, typer.Option(help="whole on all ranks, or the last stage's")] = "all",
     algorithm: Algorithm = "auto",
-    dtype: Annotated[str, typer.Option(help="of the weights: float32, bfloat16 ...")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     save: Annotated[Path | None, typer.Option(help="write the plan as JSON")] = None,
 ) -> None:
-    """Plan MODEL for a described machine: no processes, no devices and no weights."""
+    """Plan MODEL for a described machine: no processes, no devices and no weights.
+
+    What is auto is chosen together; the front-runners stand side by side.
+    """
     from plait.report import tables
 
-    made = _planned(model, cluster, tp, batch, length, training, algorithm, dtype)
-    tables.show(tables.plan_table(made, f"{model} on {made.cluster}"), *tables.predictions(made))
+    options = {
+        "training": training,
+        "objective": objective,
+        "micro_batches": _number("--micro-batches", micro_batches, "a number"),
+        "schedule": schedule,
+        "recompute": recompute,
+        "outputs": outputs,
+        "algorithm": algorithm,
+    }
+    made = _planned(model, cluster, (tp, pp, dp), batch, length, dtype, options)
+    parts = [tables.plan_table(made, f"{model} on {made.cluster}")]
+    if made.choice is not None and len(made.choice.front) > 1:
+        parts.append(tables.choice_table(made.choice))
+    tables.show(*parts, *tables.predictions(made))
     if save is not None:
         save.write_text(made.to_json())
 
@@ -90,16 +116,19 @@ def explain(
     model: Model,
     cluster: Cluster,
     tp: Tp = "auto",
+    pp: Pp = "auto",
+    dp: Dp = "1",
     batch: Batch = 1,
     length: Length = 4096,
     training: Training = False,
     algorithm: Algorithm = "auto",
-    dtype: Annotated[str, typer.Option(help="of the weights: float32, bfloat16 ...")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
 ) -> None:
     """Every split, every collective and what stays whole, with the reasons, name by name."""
     from plait.report.explain import explain as words
 
-    print(words(_planned(model, cluster, tp, batch, length, training, algorithm, dtype)))
+    options = {"training": training, "algorithm": algorithm}
+    print(words(_planned(model, cluster, (tp, pp, dp), batch, length, dtype, options)))
 
 
 @app.command()
@@ -269,13 +298,13 @@ def _spread(words: list[str], options: Sequence[str]) -> list[str]:
 def _planned(
     model: str,
     cluster: str,
-    tp: str,
+    mesh: tuple[str, str, str],
     batch: int,
     length: int,
-    training: bool,
-    algorithm: str,
     dtype: str,
+    options: dict[str, Any],
 ) -> Plan:
+    """A mesh of three numbers takes the cluster's first devices, any other all of them."""
     import torch
 
     from plait import models
@@ -286,21 +315,24 @@ def _planned(
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise InputError(f"--dtype {dtype}: no such dtype; bfloat16, float16 and float32 are some")
-    if tp != "auto" and not tp.isdigit():
-        raise InputError(f"--tp {tp}: a number of ranks, or auto")
+    axes = {name: _number(f"--{name}", n) for name, n in zip(("tp", "pp", "dp"), mesh, strict=True)}
     machine = Cluster.of(cluster)
-    ranks = machine.size if tp == "auto" else int(tp)
+    ranks = prod(n for n in axes.values() if isinstance(n, int))
+    if "auto" not in axes.values() and ranks < machine.size:
+        machine = machine.subset(range(ranks))
     found = models.resolve(model, weights=False, say=_say)
     example = models.build(found, batch=batch, length=length, device="meta", dtype=kind)
     return make_plan(
-        example.model,
-        example.args,
-        example.kwargs,
-        cluster=machine.subset(range(ranks)) if ranks < machine.size else machine,
-        tp=ranks,
-        training=training,
-        algorithm=algorithm,
+        example.model, example.args, example.kwargs, cluster=machine, **axes, **options
     )
+
+
+def _number(option: str, text: str, what: str = "a number of ranks") -> int | str:
+    from plait.errors import InputError
+
+    if text != "auto" and not text.isdigit():
+        raise InputError(f"{option} {text}: {what}, or auto")
+    return text if text == "auto" else int(text)
 
 
 def _say(text: str) -> None:

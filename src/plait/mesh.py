@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +15,48 @@ class Mesh:
     pp: int = 1
     dp: int = 1
 
+    def __str__(self) -> str:
+        return f"tp={self.tp} pp={self.pp} dp={self.dp}"
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp * self.dp
+
     @classmethod
-    def of(cls, tp: int | str, pp: int | str, dp: int, ranks: int) -> Mesh:
-        """`auto` takes what the others leave; tp * pp * dp must be the number of ranks."""
-        for name, value in (("tp", tp), ("pp", pp), ("dp", dp)):
+    def fitting(
+        cls, tp: int | str, pp: int | str, dp: int | str, ranks: int
+    ) -> tuple[Mesh, ...]:
+        """Every mesh of exactly `ranks` ranks with these numbers; `auto` is any number.
+
+        Fewer stages come first. MeshError, with what fits, where there is none.
+        """
+        asked = {"tp": tp, "pp": pp, "dp": dp}
+        for name, value in asked.items():
             if value != "auto" and (not isinstance(value, int) or value < 1):
                 raise MeshError(f"{name}={value!r}: it takes a number of ranks from 1, or 'auto'")
-        rest = 1 if pp == "auto" else int(pp)
-        found = cls(ranks // (rest * dp) if tp == "auto" else int(tp), rest, dp)
-        if found.tp * found.pp * found.dp != ranks:
+        found = tuple(
+            cls(t, p, d)
+            for p in _numbers(pp, ranks)
+            for d in _numbers(dp, ranks)
+            for t in _numbers(tp, ranks)
+            if t * p * d == ranks
+        )
+        if not found:
+            words = " x ".join(f"{name}={value}" for name, value in asked.items())
+            is_size = ""
+            if isinstance(tp, int) and isinstance(pp, int) and isinstance(dp, int):
+                is_size = f" is {tp * pp * dp} ranks"
             raise MeshError(
-                f"tp={found.tp} x pp={found.pp} x dp={found.dp} is "
-                f"{found.tp * found.pp * found.dp} "
-                f"ranks, the group has {ranks}; with {ranks} ranks these fit: {_fits(ranks)}"
+                f"{words}{is_size}, the group has {ranks}; with {ranks} ranks these fit: "
+                + ", ".join(f"tp={t} pp={ranks // t}" for t in _numbers("auto", ranks))
             )
         return found
 
 
-def _fits(ranks: int) -> str:
-    return ", ".join(f"tp={t} pp={ranks // t}" for t in range(1, ranks + 1) if ranks % t == 0)
+def _numbers(value: int | str, ranks: int) -> Iterator[int]:
+    """The divisors of `ranks` that an axis may have."""
+    wanted = range(1, ranks + 1) if value == "auto" else (int(value),)
+    return (n for n in wanted if ranks % n == 0)
 
 
 def refuse_what_is_coming(**options: Any) -> None:
@@ -48,9 +72,6 @@ def refuse_what_is_coming(**options: Any) -> None:
 
 
 _COMING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "pp": (("auto", 1), "pipeline parallelism"),
     "dp": ((1,), "data parallelism"),
-    "micro_batches": (("auto", 1), "a pipeline's micro-batches"),
-    "schedule": (("auto",), "a pipeline's schedule"),
-    "outputs": (("all", "last"), "outputs on the last stage alone"),
+    "recompute": (("auto", "off"), "recomputing activations"),
 }

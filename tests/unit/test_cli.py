@@ -35,7 +35,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 def test_plan_and_explain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = ("climodel:f", "--cluster", "dgx-h100", "--tp", "2")
+    words = ("climodel:f", "--cluster", "dgx-h100", "--tp", "2", "--pp", "1")
     assert call(monkeypatch, "plan", *words, "--save", "plan.json") == 0
     shown = capsys.readouterr().out
     assert "climodel:f on dgx-h100[2]" in shown

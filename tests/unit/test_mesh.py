@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plait.errors import MeshError, NotYetError
 from plait.mesh import Mesh, refuse_what_is_coming
 
 
-def test_auto_takes_every_rank() -> None:
-    assert Mesh.of("auto", "auto", 1, 6) == Mesh(6, 1, 1)
-    assert Mesh.of(6, "auto", 1, 6) == Mesh(6, 1, 1)
+def test_auto_is_any_number_that_fits() -> None:
+    assert Mesh.fitting("auto", "auto", 1, 6) == (Mesh(6), Mesh(3, 2), Mesh(2, 3), Mesh(1, 6))
+    assert Mesh.fitting(6, "auto", 1, 6) == (Mesh(6),)
+    assert Mesh.fitting("auto", 1, "auto", 4) == (Mesh(4), Mesh(2, 1, 2), Mesh(1, 1, 4))
+
+
+@given(st.integers(1, 96))
+def test_every_mesh_of_all_ranks_is_there_once(ranks: int) -> None:
+    found = Mesh.fitting("auto", "auto", "auto", ranks)
+    every = {
+        (t, p, ranks // (t * p))
+        for t in range(1, ranks + 1)
+        for p in range(1, ranks + 1)
+        if ranks % (t * p) == 0
+    }
+    assert {(m.tp, m.pp, m.dp) for m in found} == every
+    assert len(found) == len(every)
 
 
 @pytest.mark.parametrize(
-    ("tp", "words"),
-    [(4, "the group has 6; with 6 ranks these fit: tp=1 pp=6, tp=2 pp=3"), (0, "tp=0: it takes")],
+    ("tp", "pp", "words"),
+    [
+        (4, 1, "is 4 ranks, the group has 6; with 6 ranks these fit: tp=1 pp=6, tp=2 pp=3"),
+        ("auto", 4, "tp=auto x pp=4 x dp=1, the group has 6"),
+        (0, 1, "tp=0: it takes"),
+    ],
 )
-def test_what_does_not_fit_is_told_what_does(tp: int, words: str) -> None:
+def test_what_does_not_fit_is_told_what_does(tp: int | str, pp: int, words: str) -> None:
     with pytest.raises(MeshError, match=words):
-        Mesh.of(tp, 1, 1, 6)
+        Mesh.fitting(tp, pp, 1, 6)
 
 
 def test_all_that_is_still_to_come_is_named_at_once() -> None:
-    refuse_what_is_coming(pp=1, dp=1, micro_batches=1)
-    with pytest.raises(NotYetError, match="schedule='1f1b': .* is still to come") as caught:
-        refuse_what_is_coming(schedule="1f1b", micro_batches=8)
-    assert "micro_batches=8" in str(caught.value)
+    refuse_what_is_coming(dp=1, recompute="auto")
+    with pytest.raises(NotYetError, match="dp=2: .* is still to come") as caught:
+        refuse_what_is_coming(dp=2, recompute="full")
+    assert "recompute='full'" in str(caught.value)

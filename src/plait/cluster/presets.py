@@ -24,6 +24,8 @@ from plait.cluster.topology import Cluster, Level
 from plait.cluster.transport import Transport
 from plait.errors import ClusterError
 
+FOUND = " as found"  # ends the name of a machine that was detected
+
 
 @dataclass(frozen=True)
 class Box:
@@ -86,6 +88,26 @@ def parse_preset(text: str) -> Cluster:
     return cluster if len(chosen) == cluster.capacity else cluster.subset(chosen)
 
 
+def grow(cluster: Cluster, devices: int) -> Cluster:
+    """The same kind of machine with at least so many devices: more of its hosts over its fabric.
+
+    A machine that is no preset grows at its outermost level.
+    """
+    if devices <= cluster.size:
+        return cluster
+    full = replace(cluster, places=None)
+    if full.size >= devices:
+        return full.subset(range(devices))
+    try:
+        box, fabric, options = _parts(cluster.name.removesuffix(FOUND))
+    except ClusterError:
+        inner = full.size // full.levels[-1].arity
+        outer = replace(full.levels[-1], arity=-(-devices // inner))
+        return replace(full, levels=(*full.levels[:-1], outer)).subset(range(devices))
+    grown = _build(box, fabric, options, -(-devices // BOXES[box].devices))
+    return replace(grown, device=cluster.device).subset(range(devices))
+
+
 def spell(cluster: Cluster) -> str | None:
     """The preset's spelling of a cluster that is exactly a preset or part of one."""
     try:
@@ -134,7 +156,7 @@ def detect() -> Cluster:
     cluster = make(box, count)
     return replace(
         cluster,
-        name=f"{box} as found",
+        name=box + FOUND,
         device=device,
         source=f"{count} x {found.name} by torch {torch.__version__}; rates of the preset {box}",
     )

@@ -18,6 +18,7 @@ proves that it runs to its end, and `draw` shows it:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -219,7 +220,7 @@ def check(schedule: Schedule) -> Timed:
         for k in range(schedule.pieces)
     }
     listed = [a for actions in schedule.places for a in actions]
-    twice = sorted({str(a) for a in listed if listed.count(a) > 1})
+    twice = sorted(str(a) for a, count in Counter(listed).items() if count > 1)
     away = [
         f"{a} stands at place {p}, stage {a.stage} lives at {a.stage % len(schedule.places)}"
         for p, actions in enumerate(schedule.places)

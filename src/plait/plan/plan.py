@@ -86,10 +86,78 @@ class Staged:
     crossing: tuple[float, ...]  # bytes over every cut
     bubble: float
     strategies: tuple[Mapping[str, str], ...] = ()
+    memory: tuple[float, ...] = ()  # bytes of a rank of every stage, at most
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Staged:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to use the devices, as it was weighed: ranks by axis, micro-batches, schedule.
+
+    `seconds`: of a call; `period`: between the results of calls that follow one another, over all
+    replicas. `parts` sum up to `seconds`. `memory`: bytes of the fullest rank. `order`: the axes,
+    outermost first.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    order: str
+    micro_batches: int
+    schedule: str
+    recompute: str
+    seconds: float
+    period: float
+    memory: float
+    parts: Mapping[str, float]
+    stages: tuple[float, ...] = ()  # seconds of one micro-batch in each, sends included
+
+    @property
+    def name(self) -> str:
+        """`tp=4 pp=2 dp=1 1f1b[8]`, the number of micro-batches in brackets."""
+        again = " recomputed" if self.recompute != "off" else ""
+        mesh = f"tp={self.tp} pp={self.pp} dp={self.dp}"
+        return f"{mesh} {self.schedule}[{self.micro_batches}]{again}"
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{k} {v * 1e3:.4g}" for k, v in self.parts.items() if v)
+        gib = self.memory / 2**30
+        return f"{self.name}: {self.seconds * 1e3:.4g} ms ({parts}), {gib:.2f} GiB a rank"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the joint choice weighed (plan/joint.py): the winner first, then the best of other meshes.
+
+    `refused`: meshes that do not fit the memory, and why.
+    """
+
+    program: str  # digest of the program that was weighed
+    front: tuple[Candidate, ...]
+    weighed: int
+    reason: str
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def winner(self) -> Candidate:
+        return self.front[0]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Choice:
+        front = tuple(Candidate(**c | {"stages": tuple(c["stages"])}) for c in data["front"])
+        lists = {k: tuple(data[k]) for k in ("refused", "notes")}
+        return cls(**{**data, **lists, "front": front})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Choice:
+        return cls.of(json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -116,6 +184,11 @@ class Plan:
     overlap: str = "off"  # as it was asked for
     overlaps: tuple[Overlapped, ...] = ()
     staged: Staged | None = None  # of a pipeline
+    choice: Choice | None = None  # where more than one mesh, schedule or cut in time was weighed
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.staged.rows) or 1 if self.staged is not None else 1
 
     @property
     def digest(self) -> str:
@@ -140,6 +213,8 @@ class Plan:
             )
             if data.get("staged") is not None:
                 data["staged"] = Staged.of(data["staged"])
+            if data.get("choice") is not None:
+                data["choice"] = Choice.of(data["choice"])
             data["bytes_per_rank"] = tuple(data["bytes_per_rank"])
             data["notes"] = tuple(data["notes"])
             return cls(**data)

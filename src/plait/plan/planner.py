@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -14,14 +14,16 @@ from torch import fx
 from plait.cluster import Cluster
 from plait.cost.comm import choose
 from plait.errors import PlanError
+from plait.passes.microbatch import Batch
 from plait.passes.overlap.chunks import Form
 from plait.passes.overlap.flow import Flow
 from plait.passes.overlap.regions import Region
 from plait.passes.overlap.weave import weave
 from plait.passes.partition import Local, Site, partition
 from plait.plan import overlaps
-from plait.plan.plan import Placed, Plan, program_digest
-from plait.plan.prices import CostPrices, Rates
+from plait.plan import work as works
+from plait.plan.plan import Choice, Placed, Plan, program_digest
+from plait.plan.prices import Collective, CostPrices, Rates
 from plait.plan.problem import Problem, build
 from plait.plan.sharding import solve
 from plait.program import Program
@@ -35,7 +37,7 @@ NOISE = 1.1
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked of the plan."""
+    """What the user asked of the plan. `cluster`: the devices of the tensor-parallel group."""
 
     tp: int
     cluster: Cluster
@@ -43,6 +45,27 @@ class Options:
     objective: str = "latency"
     deterministic: bool = False
     overlap: str | int = "auto"
+    crowd: float = 1.0  # groups that share the slowest link, all at once (plan/placement.py)
+    choice: Choice | None = None  # the joint choice by which tp came about
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A program with a strategy for every operator."""
+
+    program: Program
+    description: Description
+    problem: Problem
+    strategies: dict[fx.Node, Strategy]
+    grads: set[fx.Node]
+    prices: CostPrices
+
+    @cached_property
+    def flow(self) -> Flow:
+        return Flow(self.program, self.description, self.strategies, self.grads)
+
+    def work(self, batch: Batch | None = None) -> works.Work:
+        return works.work(self.flow, self.problem, self.prices.rates, batch)
 
 
 @dataclass(frozen=True)
@@ -64,14 +87,30 @@ class Planned:
         return weave(self.flow, self.chosen, rank)
 
 
-def make(program: Program, options: Options, fixed: Mapping[str, str] | None = None) -> Planned:
-    """The cheapest plan; `fixed` holds weights to layouts that are already loaded."""
-    description = describe(program, table())
+def lay(
+    program: Program,
+    options: Options,
+    fixed: Mapping[str, str] | None = None,
+    description: Description | None = None,
+) -> Laid:
+    """The cheapest strategies; `fixed` holds weights to layouts that are already loaded."""
+    description = description or describe(program, table())
     problem = build(program, description, options.tp)
     _hold(problem, fixed or {})
-    prices = CostPrices.of(problem, rates(options.cluster, program), _collective(options))
-    solution = solve(problem, prices)
-    return _planned(program, description, problem, solution.strategies, options, prices)
+    prices = CostPrices.of(problem, rates(options.cluster, program), collective(options))
+    strategies = solve(problem, prices).strategies
+    grads = program.differentiable()
+    return Laid(program, description, problem, strategies, grads, prices)
+
+
+def make(
+    program: Program,
+    options: Options,
+    fixed: Mapping[str, str] | None = None,
+    laid: Laid | None = None,
+) -> Planned:
+    """The cheapest plan, or that of the strategies in `laid`."""
+    return _planned(laid or lay(program, options, fixed), options)
 
 
 def replay(program: Program, plan: Plan, options: Options) -> Planned:
@@ -108,7 +147,7 @@ def rates(cluster: Cluster, program: Program) -> Rates:
     )
 
 
-def _collective(options: Options) -> Any:
+def collective(options: Options) -> Collective:
     """Seconds of a collective on the axis, by the algorithm that would run."""
 
     @cache
@@ -125,7 +164,7 @@ def pick(options: Options, kind: str, nbytes: float, site: str = "") -> tuple[st
         wanted = wanted.get(site, "auto")
     found = choose(
         kind,
-        nbytes,
+        nbytes * options.crowd,
         range(options.tp),
         options.cluster,
         deterministic=options.deterministic,
@@ -152,30 +191,22 @@ def _hold(problem: Problem, fixed: Mapping[str, str]) -> None:
         problem.choices[node] = replace(choice, forbidden=frozenset(others))
 
 
-def _planned(
-    program: Program,
-    description: Description,
-    problem: Problem,
-    strategies: dict[fx.Node, Strategy],
-    options: Options,
-    prices: CostPrices,
-) -> Planned:
-    grads = program.differentiable()
-    first = partition(program, description, strategies, grads, 0)
+def _planned(laid: Laid, options: Options) -> Planned:
+    program, strategies, flow = laid.program, laid.strategies, laid.flow
+    first = partition(program, laid.description, strategies, laid.grads, 0)
     placed = tuple(p for site in first.sites.values() for p in _place(site, options))
-    work = sum(
-        prices.node(choice, choice.strategies.index(strategies[node]))
-        for node, choice in problem.choices.items()
-        if not choice.weight
-    )
-    flow = Flow(program, description, strategies, grads)
-    machine = overlaps.machine(options.cluster, options.tp, prices.collective)
+    work = laid.work()
+    rates = laid.prices.rates
+    machine = overlaps.machine(options.cluster, options.tp, laid.prices.collective)
     chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
     saved = sum(o.whole - o.seconds for o in listed)
-    alone = sum(prices.node(c, 0) for c in problem.choices.values() if not c.weight)
+    choices = laid.problem.choices.values()
+    alone = sum(laid.prices.node(c, 0) for c in choices if not c.weight)
+    alone += sum(step.launches for step in work.steps) * rates.launch
     splits = {s.split.name: str(s.split) for s in strategies.values() if s.split is not None}
+    digest = program_digest(program)
     plan = Plan(
-        program=program_digest(program),
+        program=digest,
         tp=options.tp,
         pp=1,
         dp=1,
@@ -188,16 +219,17 @@ def _planned(
             share.weight.name: _spell_share(share.layout, share.dims) for share in first.shares
         },
         collectives=placed,
-        whole={n.name: a.reason for n, a in description.accesses.items() if a.reason},
+        whole={n.name: a.reason for n, a in laid.description.accesses.items() if a.reason},
         bytes_per_rank=tuple(_stored(first, r) for r in range(options.tp)),
         bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
-        seconds=work + sum(p.seconds for p in placed) - saved,
+        seconds=sum(work.compute(1.0)) + sum(p.seconds for p in placed) - saved,
         seconds_alone=alone,
         notes=program.notes,
         overlap=str(options.overlap),
         overlaps=listed,
+        choice=options.choice if options.choice and options.choice.program == digest else None,
     )
-    return Planned(plan, program, description, strategies, grads, chosen)
+    return Planned(plan, program, laid.description, strategies, laid.grads, chosen)
 
 
 def _place(site: Site, options: Options) -> list[Placed]:

@@ -60,7 +60,7 @@ class CostPrices:
     def of(cls, problem: Problem, rates: Rates, collective: Collective) -> CostPrices:
         weights, values = [0.0], [0.0]
         for choice in problem.choices.values():
-            sizes = [_bytes(d, t) for d, t in zip(choice.results, choice.dtypes, strict=True)]
+            sizes = [bytes_of(d, t) for d, t in zip(choice.results, choice.dtypes, strict=True)]
             (weights if choice.weight else values).extend(sizes)
         return cls(rates, collective, problem.n, max(weights), max(values))
 
@@ -74,7 +74,7 @@ class CostPrices:
         return passes * self._work(choice, strategy) + self._statistics(choice, strategy)
 
     def _weight(self, choice: Choice, strategy: Strategy) -> float:
-        nbytes = _bytes(choice.results[0], choice.dtypes[0])
+        nbytes = bytes_of(choice.results[0], choice.dtypes[0])
         if strategy.split is None:
             if len(choice.strategies) == 1:
                 return 0.0
@@ -95,10 +95,10 @@ class CostPrices:
     def _work(self, choice: Choice, strategy: Strategy) -> float:
         access = choice.access
         assert access is not None
-        flops = sum(_flops(letters, strategy) for letters in _products(choice))
-        nbytes = sum(_bytes(o.dims, _dtype(o)) * _share(o.dims, strategy) for o in access.operands)
+        flops = sum(flops_of(letters, strategy) for letters in products_of(choice))
+        nbytes = sum(bytes_of(o.dims, dtype_of(o)) * share_of(o.dims, strategy) for o in access.operands)
         for dims, dtype in zip(choice.results, choice.dtypes, strict=True):
-            nbytes += _bytes(dims, dtype) * _share(dims, strategy)
+            nbytes += bytes_of(dims, dtype) * share_of(dims, strategy)
         return max(flops / self.rates.flops, nbytes / self.rates.bandwidth)
 
     def _statistics(self, choice: Choice, strategy: Strategy) -> float:
@@ -120,7 +120,7 @@ class CostPrices:
         kinds = COLLECTIVES.get((_kind(a), _kind(b)))
         if kinds is None:
             return None
-        nbytes = _bytes(choice.results[choice.index], choice.dtypes[choice.index])
+        nbytes = bytes_of(choice.results[choice.index], choice.dtypes[choice.index])
         forward, backward = kinds
         dims = choice.results[choice.index]
         copies = STRIDED_COPIES if _inner(a, dims) or _inner(b, dims) else COPIES
@@ -147,11 +147,11 @@ def _kind(key: Key) -> str:
     return key if key.startswith("partial") else key.split("(")[0]
 
 
-def _bytes(dims: Dims, dtype: torch.dtype) -> float:
+def bytes_of(dims: Dims, dtype: torch.dtype) -> float:
     return float(prod(f.extent for f in dims)) * dtype.itemsize
 
 
-def _dtype(operand: Operand) -> torch.dtype:
+def dtype_of(operand: Operand) -> torch.dtype:
     value = operand.node.meta["val"]
     return value.dtype if isinstance(value, torch.Tensor) else torch.float32
 
@@ -165,7 +165,7 @@ def _held(strategy: Strategy, f: object) -> int:
     return max(strategy.split.sizes(f))  # type: ignore[arg-type]
 
 
-def _share(dims: Dims, strategy: Strategy) -> float:
+def share_of(dims: Dims, strategy: Strategy) -> float:
     """The part of a value that the busiest rank holds."""
     if strategy.split is None:
         return 1.0
@@ -173,7 +173,7 @@ def _share(dims: Dims, strategy: Strategy) -> float:
     return 1.0 if dim is None else _held(strategy, dims[dim]) / dims[dim].size
 
 
-def _products(choice: Choice) -> list[Dims]:
+def products_of(choice: Choice) -> list[Dims]:
     """The letters of every matrix product that an operator is: all of a linear's; of attention
     `b h q d k` and `b h q k e`."""
     access = choice.access
@@ -186,7 +186,7 @@ def _products(choice: Choice) -> list[Dims]:
     return [tuple({x.factor.root(): x.factor for x in access.letters}.values())]
 
 
-def _flops(letters: Dims, strategy: Strategy) -> float:
+def flops_of(letters: Dims, strategy: Strategy) -> float:
     """Multiplications and additions of one product on the busiest rank."""
     cut = [f for f in letters if _cuts(strategy, f)]
     share = max(_held(strategy, f) / f.size for f in cut) if cut else 1.0

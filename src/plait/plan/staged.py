@@ -9,32 +9,24 @@ one cut serves all. The plan that is kept is that of the first piece, with a `St
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from operator import getitem
-
-import numpy as np
-from torch import Tensor, fx
 
 from plait.cluster import Cluster
-from plait.errors import InputError, PlanError
+from plait.cluster.presets import grow
+from plait.errors import PlanError
+from plait.mesh import Mesh
 from plait.passes import microbatch, schedule
-from plait.passes.expand import is_random
-from plait.passes.microbatch import Batch, Uncut
+from plait.passes.microbatch import Batch
 from plait.passes.partition import Share, partition
-from plait.plan import planner, stages
-from plait.plan.plan import Plan, Staged, program_digest
+from plait.plan import joint, planner, stages
+from plait.plan.placement import Placement
+from plait.plan.plan import Candidate, Choice, Plan, Staged, program_digest
 from plait.plan.planner import Options, Planned
-from plait.plan.prices import CostPrices
-from plait.plan.problem import build
-from plait.plan.stages import Cuts, Item, Line
+from plait.plan.stages import Cuts, Line
 from plait.program import Program
 from plait.rules.aten import table
 from plait.rules.describe import Description, describe
-
-LIGHT = 2**20  # bytes of a value that every stage makes again rather than receives
-AUTO = 4  # micro-batches a stage, at most, that `auto` tries: the bubble is then at most 1/5
 
 
 @dataclass(frozen=True)
@@ -77,39 +69,64 @@ def make(
     """The plan; `fixed`, `homes`: layouts of weights, and the weights of every stage, as loaded."""
     options = replace(options, overlap="off")
     description = describe(program, table())
-    batch, notes = _batch(program, description, wish, options)
-    pieces = batch.pieces if batch is not None else 1
-    name = _schedule(wish.schedule, program.training, pieces)
+    choice = _choice(program, description, wish, options)
+    best = choice.winner
+    batch, pieces, name = _batch(program, description, best), best.micro_batches, best.schedule
     first, *others = _programs(program, description, batch)
-    planned = planner.make(first, options, fixed)
-    line, light = _line(planned, options)
-    cuts = _cut(line, wish, options.tp, program.training, schedule.STAGES_A_PLACE[name], homes)
+    laid = planner.lay(first, options, fixed)
+    planned = planner.make(first, options, laid=laid)
+    work = laid.work()
+    line = work.line(1.0, planner.collective(options))
+    if best.recompute == "full":
+        line = joint.recomputed(line)
+    cuts = _cut(line, wish, options, best, program.training, homes)
     layouts = {s.weight.node: str(s.layout.split or "whole") for s in _shares(planned)}
     rest = [planner.make(p, options, layouts) for p in _new_sizes(batch, others)]
     order = schedule.make(name, wish.pp, pieces, program.training)
+    both = 1.0 + schedule.BACKWARD if program.training else 1.0
     staged = Staged(
         program=program_digest(program),
         rows=tuple(batch.rows(k) for k in range(pieces)) if batch is not None else (),
         factor=batch.split.name if batch is not None else "",
         firsts=tuple(line.items[b].name for b in cuts.bounds[1:-1]),
-        light=tuple(light),
+        light=work.light,
         schedule=name,
         seconds=cuts.seconds,
         best=cuts.best,
         crossing=cuts.crossing,
-        bubble=schedule.bubble(order, cuts.seconds),
+        bubble=schedule.bubble(order, [t / both for t in cuts.seconds]),
         strategies=tuple(dict(p.plan.strategies) for p in rest),
+        memory=cuts.memory,
     )
+    ends = best.parts["gradients"] + best.parts["outputs"]
     plan = replace(
         planned.plan,
         pp=wish.pp,
         staged=staged,
-        seconds=_run(order, cuts.seconds),
+        seconds=joint.played(order, cuts.seconds) + ends,
         seconds_alone=planned.plan.seconds_alone * pieces,
         cluster=str(wish.cluster),
-        notes=(*planned.plan.notes, *notes),
+        notes=(*planned.plan.notes, *choice.notes),
+        choice=choice,
     )
     return replay(program, plan, options, wish)
+
+
+def settle(program: Program, ask: joint.Ask, found: joint.Found) -> Plan:
+    """The whole plan of the joint choice's winner."""
+    best = found.choice.winner
+    mesh = Mesh(best.tp, best.pp, best.dp)
+    group = Placement(ask.cluster, mesh, best.order).tp
+    options = replace(
+        ask.options, tp=mesh.tp, cluster=group.cluster, crowd=group.crowd, choice=found.choice
+    )
+    if (best.pp, best.micro_batches, best.recompute) == (1, 1, "off"):
+        plan = planner.make(program, options, laid=found.laid).plan
+        plan = replace(plan, seconds=plan.seconds + best.parts["gradients"])
+    else:
+        wish = Wish(best.pp, ask.cluster, best.micro_batches, best.schedule)
+        plan = make(program, options, wish).plan
+    return replace(plan, dp=mesh.dp, cluster=str(ask.cluster))
 
 
 def replay(program: Program, plan: Plan, options: Options, wish: Wish) -> Pieces:
@@ -141,187 +158,52 @@ def replay(program: Program, plan: Plan, options: Options, wish: Wish) -> Pieces
     return Pieces(program, description, batch, tuple(out))
 
 
+def _choice(program: Program, d: Description, wish: Wish, options: Options) -> Choice:
+    """The joint choice that led here, or the choice of micro-batches and schedule alone."""
+    known = joint.allowed(wish.schedule, joint.RUNS)
+    if options.choice is not None and options.choice.program == program_digest(program):
+        return options.choice
+    mesh = Mesh(options.tp, wish.pp)
+    ask = joint.Ask((mesh,), _machine(wish.cluster, mesh), options, wish.micro_batches, known)
+    return joint.search(program, ask, d).choice
+
+
 def _cut(
     line: Line,
     wish: Wish,
-    tp: int,
+    options: Options,
+    best: Candidate,
     training: bool,
-    a_place: int,
     homes: Sequence[frozenset[str]] | None,
 ) -> Cuts:
-    latency, per_byte = link(wish.cluster, tp, wish.pp)
+    mesh = Mesh(options.tp, wish.pp, best.dp)
+    link = Placement(_machine(wish.cluster, mesh), mesh, best.order).link
+    a_place = schedule.STAGES_A_PLACE[best.schedule]
     return stages.cut(
         line,
         wish.pp * a_place,
-        byte_seconds=per_byte * (2 if training else 1),
-        send_seconds=latency,
-        memory=float(wish.cluster.device.memory),
+        byte_seconds=link.byte * (2 if training else 1),
+        send_seconds=link.start * (2 if training else 1),
+        memory=wish.cluster.device.memory / a_place,
+        opened=joint.opened(best.schedule, wish.pp, best.micro_batches, training),
         homes=homes,
     )
 
 
-# -- what the cut sees -----------------------------------------------------------------------------
-
-
-def _line(planned: Planned, options: Options) -> tuple[Line, list[str]]:
-    """The operators of a piece with their seconds, and the names of the light ones."""
-    seconds = _seconds(planned, options)
-    weights = {w.node: w for w in planned.program.weights}
-    sizes = {s.weight.node: _held(s) for s in _shares(planned)}
-    light = _light(planned)
-    nodes = [n for n in planned.program.graph.nodes if n.op == "call_function"]
-    at = {n: i for i, n in enumerate(nodes)}
-    reads = {n: _reads(n, light, weights.keys()) for n in nodes}
-    items = tuple(
-        Item(
-            n.name,
-            seconds.get(n.name, 0.0),
-            0.0 if n in light else _nbytes(n),
-            max((at[u] for u in _users(n, light) if u in at), default=-1),
-            tuple(reads[n]),
-            joined=n.target is getitem,
-        )
-        for n in nodes
-    )
-    used = {w for names in reads.values() for w in names}
-    return Line(items, {w: sizes[w] for w in used}), [n.name for n in light]
-
-
-def _seconds(planned: Planned, options: Options) -> dict[str, float]:
-    """By operator: its work, forward and backward, and the collectives before it."""
-    problem = build(planned.program, planned.description, options.tp)
-    prices = CostPrices.of(
-        problem, planner.rates(options.cluster, planned.program), lambda kind, nbytes: 0.0
-    )
-    launch = options.cluster.device.launch * (3 if planned.program.training else 1)
-    out = {
-        node.name: prices.node(choice, choice.strategies.index(planned.strategies[node])) + launch
-        for node, choice in problem.choices.items()
-        if not choice.weight and node.op == "call_function"
-    }
-    for placed in planned.plan.collectives:
-        out[placed.source] = out.get(placed.source, 0.0) + placed.seconds
-    return out
-
-
-def _light(planned: Planned) -> dict[fx.Node, None]:
-    """Values made from inputs, buffers and constants alone, with no gradient and little work:
-    every stage makes them again (positions, masks, tables of sines)."""
-    out: dict[fx.Node, None] = {}
-    graph, learned = planned.program.graph, planned.grads
-    trained = {w.node for w in planned.program.weights if w.kind == "parameter"}
-    for node in graph.nodes:
-        if node.op != "call_function" or node in learned or is_random(node):
-            continue
-        sources = node.all_input_nodes
-        free = all(
-            s in out or s.op == "get_attr" or (s.op == "placeholder" and s.name not in trained)
-            for s in sources
-        )
-        if free and _nbytes(node) <= LIGHT:
-            out[node] = None
-    return out
-
-
-def _reads(node: fx.Node, light: Mapping[fx.Node, None], weights: Collection[str]) -> list[str]:
-    """Weights that a stage with this node needs: its own, and those of light values it reads."""
-    found, queue = dict[str, None](), list(node.all_input_nodes)
-    while queue:
-        source = queue.pop()
-        if source.op == "placeholder" and source.name in weights:
-            found[source.name] = None
-        elif source in light:
-            queue += source.all_input_nodes
-    return list(found)
-
-
-def _users(node: fx.Node, light: Mapping[fx.Node, None]) -> list[fx.Node]:
-    return [u for u in node.users if u not in light]
-
-
-def _nbytes(node: fx.Node) -> float:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return 0.0
-    return float(prod(int(s) if isinstance(s, int) else 1 for s in value.shape)) * value.dtype.itemsize
-
-
-def _held(share: Share) -> float:
-    rows = 1.0
-    if share.cut is not None:
-        rows = max(share.cut.counts()) / share.cut.size
-    return prod(share.weight.shape) * share.weight.dtype.itemsize * rows
-
-
-def link(cluster: Cluster, tp: int, pp: int) -> tuple[float, float]:
-    """(seconds to start, seconds a byte) of the slowest transfer between neighbouring stages."""
-    if cluster.size < tp * pp or pp == 1:
-        return 0.0, 0.0
-    ranks = np.arange(tp * (pp - 1))
-    levels = [cluster.levels[i] for i in set(cluster.level_of(ranks, ranks + tp).tolist())]
-    return (
-        max(level.latency for level in levels),
-        max(1.0 / (level.bandwidth * level.share) for level in levels),
-    )
+def _machine(cluster: Cluster, mesh: Mesh) -> Cluster:
+    """The devices of the mesh: the cluster's first, or as many more of the kind as it lacks."""
+    return grow(cluster, mesh.size).subset(range(mesh.size))
 
 
 # -- micro-batches ---------------------------------------------------------------------------------
 
 
-def _batch(
-    program: Program, d: Description, wish: Wish, options: Options
-) -> tuple[Batch | None, list[str]]:
-    asked = wish.micro_batches
-    if asked != "auto" and (not isinstance(asked, int) or asked < 1):
-        raise InputError(f"micro_batches={asked!r}: it takes a number from 1, or 'auto'")
-    if asked == 1 or (asked == "auto" and wish.pp == 1):
-        return None, []
-    count = AUTO * wish.pp if asked == "auto" else int(asked)
-    found = microbatch.find(program, d, count)
-    if isinstance(found, Uncut):
-        return None, [f"micro_batches: 1 instead of {asked}: {found.reason}"]
-    if asked == "auto":
-        return _fastest(program, d, found, wish, options)
-    if found.pieces < count:
-        return found, [f"micro_batches: {found.pieces} instead of {asked}: there are as many rows"]
-    return found, []
-
-
-def _fastest(
-    program: Program, d: Description, most: Batch, wish: Wish, options: Options
-) -> tuple[Batch | None, list[str]]:
-    """As many micro-batches as pay: a stage's time over the pieces, its launches in each of them."""
-    planned = planner.make(program, options)
-    line, _ = _line(planned, options)
-    passes = 3 if program.training else 1
-    least = options.cluster.device.launch * passes
-    held = sum(line.weights.values()) / wish.pp
-    read = options.cluster.device.memory_seconds(held) * passes
-    cuts = _cut(line, wish, options.tp, program.training, 1, None)
-    operators = [b - a for a, b in zip(cuts.bounds, cuts.bounds[1:], strict=False)]
-    name = _schedule(wish.schedule, program.training, most.pieces)
-    times: dict[int, float] = {}
-    for count in range(1, most.pieces + 1):
-        each = [
-            max((t - n * least) / count, read) + n * least + link(wish.cluster, options.tp, wish.pp)[0]
-            for t, n in zip(cuts.seconds, operators, strict=True)
-        ]
-        each = each * schedule.STAGES_A_PLACE[name]
-        order = schedule.make(name, wish.pp, count, program.training)
-        times[count] = _run(order, each)
-    best = min(times, key=lambda count: (times[count], count))
-    note = f"micro_batches: {best}, predicted {times[best] * 1e6:.1f} us; one {times[1] * 1e6:.1f} us"
-    if best == 1:
-        return None, [note]
-    found = microbatch.find(program, d, best)
+def _batch(program: Program, d: Description, best: Candidate) -> Batch | None:
+    if best.micro_batches == 1:
+        return None
+    found = microbatch.find(program, d, best.micro_batches)
     assert isinstance(found, Batch)
-    return found, [note]
-
-
-def _run(order: schedule.Schedule, each: Sequence[float]) -> float:
-    """Seconds of a call; `each`: of one micro-batch in every stage, forward and backward."""
-    both = 1.0 + schedule.BACKWARD if order.training else 1.0
-    return schedule.seconds(order, [t / both for t in each])
+    return found
 
 
 def _programs(program: Program, d: Description, batch: Batch | None) -> list[Program]:
@@ -344,11 +226,3 @@ def _shares(planned: Planned) -> tuple[Share, ...]:
     return partition(
         planned.program, planned.description, planned.strategies, planned.grads, 0
     ).shares
-
-
-def _schedule(name: str, training: bool, pieces: int) -> str:
-    if name == "auto":
-        return "1f1b" if training and pieces > 1 else "gpipe"
-    if name not in schedule.SCHEDULES:
-        raise InputError(f"schedule={name!r}: it takes {', '.join(schedule.SCHEDULES)}, or 'auto'")
-    return name

@@ -15,6 +15,7 @@ def explain(plan: Plan) -> str:
         [
             f"tp={plan.tp} pp={plan.pp} dp={plan.dp} on {plan.cluster}",
             f"predicted {_time(plan.seconds)} a call; one device {_time(plan.seconds_alone)}",
+            *_choice(plan),
             *_weights(plan),
             *_collectives(plan),
             *_regions(plan),
@@ -22,6 +23,15 @@ def explain(plan: Plan) -> str:
             *(f"note: {note}" for note in plan.notes),
         ]
     )
+
+
+def _choice(plan: Plan) -> list[str]:
+    if plan.choice is None:
+        return []
+    chosen = plan.choice
+    lines = [f"chosen of {chosen.weighed}: {chosen.reason}"]
+    lines += [f"  {c}" for c in chosen.front]
+    return lines + [f"  does not fit: {why}" for why in chosen.refused]
 
 
 def _weights(plan: Plan) -> list[str]:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from plait.collectives import Collective, build, least, ledger
-from plait.plan.plan import Placed, Plan
+from plait.plan.plan import Choice, Placed, Plan
 
 Row = TypeVar("Row", bound=Hashable)
 
@@ -83,6 +83,27 @@ def plan_table(plan: Plan, title: str) -> Table:
     return table
 
 
+def choice_table(choice: Choice) -> Table:
+    """The front-runners side by side, the winner first: seconds of a call, and where they go."""
+    table = Table(title="front-runners", box=box.SIMPLE, title_justify="left", show_edge=False)
+    table.add_column("mesh")
+    table.add_column("schedule")
+    parts = [k for k in choice.winner.parts if any(c.parts[k] for c in choice.front)]
+    for column in ("a call", *parts, "per result", "memory"):
+        table.add_column(column, justify="right")
+    for c in choice.front:
+        mesh, _, how = c.name.partition(f"dp={c.dp} ")
+        table.add_row(
+            f"{mesh}dp={c.dp}",
+            escape(how),
+            duration(c.seconds),
+            *(duration(c.parts[k]) if c.parts[k] else "-" for k in parts),
+            duration(c.period),
+            size(c.memory),
+        )
+    return table
+
+
 def rules_table(lines: Iterable[tuple[str, object]]) -> Table:
     """The equation table, a row for each rule."""
     table = Table(box=box.SIMPLE, show_edge=False)
@@ -99,6 +120,9 @@ def predictions(plan: Plan) -> Iterator[str]:
     yield f"one device {duration(plan.seconds_alone)}"
     spent = sum(p.seconds for p in plan.collectives)
     yield f"in collectives {duration(spent)} of it"
+    if plan.choice is not None:
+        yield f"chosen of {plan.choice.weighed}: {plan.choice.reason}"
+        yield from (f"does not fit: {why}" for why in plan.choice.refused)
     yield from (f"note: {note}" for note in plan.notes)
 
 

@@ -198,6 +198,7 @@ def describe(program: Program, table: dict[Any, Rule]) -> Description:
 
 def _finish(d: Describer) -> Description:
     """Name the free factors in order of appearance; collect the runs that may be split fused."""
+    d.algebra.settle()
     names: dict[str, Factor] = {}
     for results in d.dims.values():
         for dims in results:

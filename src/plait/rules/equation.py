@@ -131,6 +131,11 @@ class Algebra:
             return conflict
         return None
 
+    def settle(self) -> None:
+        """When all is unified: every factor one step from its root, however many layers tied it."""
+        for f in reversed(self._trail):
+            f.link = f.root()
+
     def _bind(self, f: Factor, to: Factor) -> None:
         assert f is not to
         assert f.link is None

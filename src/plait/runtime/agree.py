@@ -32,6 +32,7 @@ class Agreement:
         alone = group is None or dist.get_world_size(group) == 1
         self._watch = None if alone else Watch(group, device.type)
         self._called = False
+        self.leads = alone or dist.get_rank(group) == 0  # rank 0: whose choices all others take
 
     def call(
         self,

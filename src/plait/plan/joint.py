@@ -1,0 +1,446 @@
+"""The joint choice: tp x pp x dp, micro-batches and schedule of one program on one cluster.
+
+    for every tp         one sharding program of the whole batch, priced where the groups stand
+    for every mesh       its placements, numbers of micro-batches, schedules, kept or recomputed
+    for each of these    the cut (plan/stages.py), memory by schedule as a hard limit, and the
+                         schedule played with the stages' seconds
+
+    seconds a call = compute + collectives + sends + waiting + gradients + outputs
+
+The first three are a place's own, on average; `waiting` is the rest of the schedule: bubbles and stages
+of unequal length; `gradients` what a sum over replicas leaves exposed; `outputs` their way from the last
+stage to all others. Layers that look alike share the variables of a sharding program (plan/classes.py),
+and a size is priced once, so that a model of 80 layers on 64 devices takes seconds.
+
+Objectives: `latency`, the seconds of a call; `throughput`, the seconds between the results of calls that
+follow one another (without gradients a pipeline stays full between them), over all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from math import ceil
+
+from plait.cluster import Cluster
+from plait.cluster.presets import grow
+from plait.errors import InputError, PlanError
+from plait.mesh import Mesh
+from plait.passes import microbatch, schedule
+from plait.passes.microbatch import Batch, Uncut
+from plait.passes.schedule import Schedule
+from plait.plan import planner
+from plait.plan.placement import ORDERS, Link, Placement
+from plait.plan.plan import Candidate, Choice, program_digest
+from plait.plan.planner import Laid, Options
+from plait.plan.prices import Collective
+from plait.plan.stages import Cuts, Line, cut
+from plait.plan.work import Work
+from plait.program import Program
+from plait.rules.aten import table
+from plait.rules.describe import Description, describe
+
+FRONT = 8  # candidates that a plan lists
+# Predictions this near each other are one: the one with fewer stages and micro-batches is taken.
+CLOSE = 0.02
+DEEP = 8  # micro-batches a stage, at most: the bubble is then below 1/9
+RECOMPUTE = ("off", "full")
+RUNS = ("gpipe", "1f1b")  # schedules among which `compile` chooses
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is left to choose, and for which machine."""
+
+    meshes: tuple[Mesh, ...]
+    cluster: Cluster
+    options: Options  # but for tp and its devices
+    micro_batches: int | str = "auto"
+    schedules: tuple[str, ...] = RUNS
+    orders: tuple[str, ...] = ORDERS
+    recompute: tuple[str, ...] = ("off",)
+    outputs: str = "all"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A program on one tensor-parallel group."""
+
+    laid: Laid
+    work: Work
+    collective: Collective
+    options: Options
+    lines: dict[tuple[float, bool], Line] = field(default_factory=dict)
+
+    def line(self, share: float, full: bool) -> Line:
+        """Of a micro-batch; `full`: activations are recomputed, for one more forward."""
+        if (share, full) not in self.lines:
+            line = self.work.line(share, self.collective)
+            self.lines[share, full] = recomputed(line) if full else line
+        return self.lines[share, full]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was weighed, and the winner's layouts."""
+
+    choice: Choice
+    laid: Laid
+
+
+def check(
+    objective: str, micro_batches: int | str, schedule: str, recompute: str, outputs: str
+) -> None:
+    """InputError for words that no choice can be made by."""
+    words = {
+        "objective": (objective, ("latency", "throughput")),
+        "recompute": (recompute, ("auto", *RECOMPUTE)),
+        "outputs": (outputs, ("all", "last")),
+    }
+    wrong = [
+        f"{name}={value!r}: it takes {', '.join(known[:-1])} or {known[-1]}"
+        for name, (value, known) in words.items()
+        if value not in known
+    ]
+    number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if micro_batches != "auto" and not (number and int(micro_batches) >= 1):
+        wrong.append(f"micro_batches={micro_batches!r}: it takes a number from 1, or 'auto'")
+    if wrong:
+        raise InputError("\n".join(wrong))
+    allowed(schedule, ())
+
+
+def search(program: Program, ask: Ask, description: Description | None = None) -> Found:
+    """The best candidate and those behind it.
+
+    Raises PlanError where none fits the memory: it names the smallest number of devices of the same
+    kind on which one would.
+    """
+    return _Search(program, ask, description or describe(program, table())).run()
+
+
+# A bound on its score, where it runs, micro-batches, schedule, recompute.
+Way = tuple[float, Placement, Group, int, str, str]
+
+
+@dataclass
+class _Search:
+    program: Program
+    ask: Ask
+    description: Description
+    groups: dict[tuple[int, Cluster, float], Group] = field(default_factory=dict)
+    weighed: int = 0
+
+    def run(self) -> Found:
+        found: list[Candidate] = []
+        refused: dict[Mesh, str] = {}
+        for mesh in self.ask.meshes:
+            mine, why = self._of(mesh)
+            found += mine
+            if not mine:
+                refused[mesh] = why
+        if not found:
+            raise PlanError(self._too_large(refused))
+        ranked = sorted(found, key=self._score)
+        near = [c for c in ranked if self._score(c) <= self._score(ranked[0]) * (1 + CLOSE)]
+        best = min(near, key=lambda c: (c.pp, c.micro_batches, c.memory, self._score(c)))
+        front = [best]
+        for c in ranked:  # the best of every other mesh
+            if all((c.tp, c.pp, c.dp) != (o.tp, o.pp, o.dp) for o in front):
+                front.append(c)
+        choice = Choice(
+            program=program_digest(self.program),
+            front=tuple(front[:FRONT]),
+            weighed=self.weighed,
+            reason=self._reason(front),
+            refused=tuple(f"{m}: {why}" for m, why in refused.items()),
+            notes=self._notes(),
+        )
+        winner = Placement(self.ask.cluster, Mesh(best.tp, best.pp, best.dp), best.order)
+        return Found(choice, self._group(winner).laid)
+
+    def _score(self, c: Candidate) -> float:
+        return c.seconds if self.ask.options.objective == "latency" else c.period
+
+    # -- candidates --------------------------------------------------------------------------------
+
+    def _of(self, mesh: Mesh) -> tuple[list[Candidate], str]:
+        """The candidates of a mesh that may be its best, or why none fits.
+
+        They are taken in order of a bound on their seconds (all work shared evenly, or one micro-batch
+        through all stages), until the bound passes the best found.
+        """
+        ways = sorted(self._ways(mesh), key=lambda way: way[0])
+        self.weighed += len(ways)
+        found: list[Candidate] = []
+        why, best = "", float("inf")
+        for bound, placement, group, *how in ways:
+            if bound > best * (1 + CLOSE):
+                break
+            candidate = self._weigh(placement, group, *how)
+            if isinstance(candidate, str):
+                why = why or candidate
+            else:
+                found.append(candidate)
+                best = min(best, self._score(candidate))
+        return found, why
+
+    def _ways(self, mesh: Mesh) -> Iterator[Way]:
+        several = min(mesh.pp, mesh.dp) > 1
+        for order in self.ask.orders if several else self.ask.orders[:1]:
+            placement = Placement(self.ask.cluster, mesh, order)
+            group = self._group(placement)
+            for pieces in self._counts(mesh):
+                for name in self.ask.schedules if self.program.training else ("gpipe",):
+                    if mesh.pp == 1 and schedule.STAGES_A_PLACE[name] > 1:
+                        continue
+                    for recompute in self.ask.recompute if self.program.training else ("off",):
+                        whole = group.line(self._share(pieces), recompute == "full").work[-1]
+                        bound = float(max(whole, whole * pieces / mesh.pp))
+                        if self.ask.options.objective != "latency":
+                            bound = float(whole) * pieces / mesh.pp / mesh.dp
+                        yield bound, placement, group, pieces, name, recompute
+
+    def _group(self, placement: Placement) -> Group:
+        tp, where = placement.mesh.tp, placement.tp
+        # groups in other places are priced alike where devices and links are
+        key = tp, replace(where.cluster, places=_moved(where.cluster)), where.crowd
+        if key not in self.groups:
+            options = replace(self.ask.options, tp=tp, cluster=where.cluster, crowd=where.crowd)
+            laid = planner.lay(self.program, options, description=self.description)
+            self.groups[key] = Group(
+                laid, laid.work(self.batch), planner.collective(options), options
+            )
+        return self.groups[key]
+
+    def _weigh(
+        self, placement: Placement, group: Group, pieces: int, name: str, recompute: str
+    ) -> Candidate | str:
+        mesh, training = placement.mesh, self.program.training
+        line = group.line(self._share(pieces), recompute == "full")
+        a_place = schedule.STAGES_A_PLACE[name]
+        try:
+            cuts = cut(
+                line,
+                mesh.pp * a_place,
+                byte_seconds=placement.link.byte * (2 if training else 1),
+                send_seconds=placement.link.start * (2 if training else 1),
+                memory=self.ask.cluster.device.memory / a_place,
+                opened=opened(name, mesh.pp, pieces, training),
+            )
+        except PlanError as error:
+            return str(error)
+        return self._timed(placement, group, pieces, name, recompute, line, cuts)
+
+    def _timed(
+        self,
+        placement: Placement,
+        group: Group,
+        pieces: int,
+        name: str,
+        recompute: str,
+        line: Line,
+        cuts: Cuts,
+    ) -> Candidate:
+        mesh, training = placement.mesh, self.program.training
+        order = _order(name, mesh.pp, pieces, training)
+        passes = played(order, cuts.seconds)
+        share = self._share(pieces)
+        sent = sum(group.work.communication(share, group.collective)) * pieces / mesh.pp
+        compute = sum(item.seconds for item in line.items) * pieces / mesh.pp - sent
+        sends = sum(cuts.seconds) * pieces / mesh.pp - compute - sent
+        gradients = self._gradients(placement, group.work, cuts)
+        outputs = self._outputs(placement.link, mesh, group.work)
+        seconds = passes + gradients + outputs
+        a_place = schedule.STAGES_A_PLACE[name]
+        places = [sum(cuts.seconds[p :: mesh.pp]) for p in range(mesh.pp)]
+        steady = seconds if training else max(places) * pieces + outputs
+        return Candidate(
+            tp=mesh.tp,
+            pp=mesh.pp,
+            dp=mesh.dp,
+            order=placement.order,
+            micro_batches=pieces,
+            schedule=name,
+            recompute=recompute,
+            seconds=seconds,
+            period=steady / mesh.dp,
+            memory=max(sum(cuts.memory[p :: mesh.pp]) for p in range(mesh.pp)),
+            parts={
+                "compute": compute,
+                "collectives": sent,
+                "sends": sends,
+                "waiting": passes - compute - sent - sends,
+                "gradients": gradients,
+                "outputs": outputs,
+            },
+            stages=cuts.seconds if a_place * mesh.pp > 1 else (),
+        )
+
+    def _gradients(self, placement: Placement, work: Work, cuts: Cuts) -> float:
+        """The sum over replicas of the largest stage's gradients that its last backward leaves bare."""
+        if placement.mesh.dp == 1 or not work.trained:
+            return 0.0
+        options = replace(
+            self.ask.options,
+            tp=placement.mesh.dp,
+            cluster=placement.dp.cluster,
+            crowd=placement.dp.crowd,
+            algorithm="auto",
+        )
+        nbytes = sum(work.trained.values()) / placement.mesh.pp
+        whole = planner.collective(options)("all_reduce", nbytes)
+        backward = max(cuts.seconds) * schedule.BACKWARD / (1 + schedule.BACKWARD)
+        return max(whole - backward, whole / 10)  # the last bucket has nothing to hide under
+
+    def _outputs(self, link: Link, mesh: Mesh, work: Work) -> float:
+        """The last stage sends its whole results to every other."""
+        if self.ask.outputs == "last" or mesh.pp == 1:
+            return 0.0
+        return link.seconds(work.results(1.0)) * (mesh.pp - 1)
+
+    # -- micro-batches -----------------------------------------------------------------------------
+
+    @cached_property
+    def batch(self) -> Batch | None:
+        return self._found if isinstance(self._found, Batch) else None
+
+    @cached_property
+    def _found(self) -> Batch | Uncut:
+        """The batch, cut as finely as it can be; or why it cannot."""
+        if self.ask.micro_batches == 1:
+            return Uncut("one was asked for")
+        return microbatch.find(self.program, self.description, 2**30)
+
+    def _counts(self, mesh: Mesh) -> list[int]:
+        asked = self.ask.micro_batches
+        rows = self.batch.pieces if self.batch is not None else 1
+        if isinstance(asked, int):
+            return [min(asked, rows)]
+        most = min(rows, DEEP * mesh.pp) if mesh.pp > 1 else rows
+        wanted = {2**k for k in range(most.bit_length())} | {mesh.pp, 2 * mesh.pp, 4 * mesh.pp, most}
+        return sorted(n for n in wanted if n <= most)
+
+    def _share(self, pieces: int) -> float:
+        rows = self.batch.pieces if self.batch is not None else 1
+        return ceil(rows / pieces) / rows
+
+    def _notes(self) -> tuple[str, ...]:
+        asked = self.ask.micro_batches
+        if isinstance(self._found, Uncut) and asked != 1 and any(m.pp > 1 for m in self.ask.meshes):
+            return (f"micro_batches: 1 instead of {asked}: {self._found.reason}",)
+        if isinstance(asked, int) and self.batch is not None and self.batch.pieces < asked:
+            return (
+                f"micro_batches: {self.batch.pieces} instead of {asked}: there are as many rows",
+            )
+        return ()
+
+    # -- words -------------------------------------------------------------------------------------
+
+    def _reason(self, front: Sequence[Candidate]) -> str:
+        best, *others = front
+        what = "a call" if self.ask.options.objective == "latency" else "between results"
+        mine = f"{best.name} takes {_ms(self._score(best))} {what}"
+        if not others:
+            return f"{mine}; nothing else was to be chosen or fits"
+        second = others[0]
+        gap = self._score(second) - self._score(best)
+        more = {k: second.parts[k] - best.parts[k] for k in best.parts}
+        top = sorted((k for k in more if more[k] * gap > 0), key=lambda k: -abs(more[k]))[:2]
+        why = ", ".join(f"{_ms(more[k], sign=True)} {k}" for k in top)
+        if gap <= 0:
+            return f"{mine}; {second.name} is as fast within {CLOSE:.0%} and has more parts"
+        return f"{mine}; next, {second.name}, {_ms(gap, sign=True)}: {why or 'replicas alone'}"
+
+    def _too_large(self, refused: dict[Mesh, str]) -> str:
+        lines = [f"{m}: {why}" for m, why in refused.items()]
+        smallest = self._smallest()
+        kind = f"devices like those of {self.ask.cluster}"
+        nearest = (
+            f"the smallest number of {kind} on which it fits is {smallest[0]} ({smallest[1]})"
+            if smallest
+            else f"no number of {kind} would be enough: an operator alone is too large for one"
+        )
+        return "\n".join([f"the program does not fit {self.ask.cluster}; {nearest}", *lines])
+
+    def _smallest(self) -> tuple[int, str] | None:
+        """(devices, mesh): over the sizes of tp that lie in one host, and any number of stages."""
+        dp = min(mesh.dp for mesh in self.ask.meshes)
+        best: tuple[int, str] | None = None
+        host = max(len(node) for node in self.ask.cluster.nodes)
+        sizes = {m.tp for m in self.ask.meshes} | {n for n in range(1, host + 1) if host % n == 0}
+        for tp in sorted(sizes):
+            pp = self._fewest_stages(tp)
+            if pp is not None and (best is None or tp * pp * dp < best[0]):
+                best = tp * pp * dp, str(Mesh(tp, pp, dp))
+        return best
+
+    def _fewest_stages(self, tp: int) -> int | None:
+        cluster = grow(self.ask.cluster, max(tp, self.ask.cluster.size))
+        group = self._group(Placement(cluster.subset(range(tp)), Mesh(tp)))
+        name = "1f1b" if "1f1b" in self.ask.schedules else "gpipe"
+        pieces = max(self._counts(Mesh(tp, pp=2**10)))
+        line = group.line(self._share(pieces), "full" in self.ask.recompute)
+
+        def fits(pp: int) -> bool:
+            counts = opened(name, pp, min(pieces, DEEP * pp), self.program.training)
+            try:
+                cut(line, pp, memory=self.ask.cluster.device.memory, opened=counts)
+            except PlanError:
+                return False
+            return True
+
+        most = len(line.items)
+        pp = next((p for p in (2**k for k in range(most.bit_length())) if fits(p)), None)
+        if pp is None:
+            return None
+        return next((p for p in range(pp // 2 + 1, pp) if fits(p)), pp)
+
+
+# -- schedules ---------------------------------------------------------------------------------------
+
+
+@cache
+def _order(name: str, pp: int, pieces: int, training: bool) -> Schedule:
+    return schedule.make(name, pp, pieces, training)
+
+
+@cache
+def opened(name: str, pp: int, pieces: int, training: bool) -> tuple[float, ...]:
+    """Micro-batches that every stage has open at most."""
+    if not training:
+        return (0.0,) * pp * schedule.STAGES_A_PLACE[name]
+    return tuple(map(float, schedule.check(_order(name, pp, pieces, True)).open))
+
+
+def played(order: Schedule, each: Sequence[float]) -> float:
+    """Seconds of a call; `each`: of one micro-batch in every stage, forward and backward."""
+    both = 1.0 + schedule.BACKWARD if order.training else 1.0
+    return schedule.seconds(order, [t / both for t in each])
+
+
+def allowed(name: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The schedules that `schedule=` leaves to choose among. Raises InputError for an unknown one."""
+    if name == "auto":
+        return tuple(known)
+    if name not in schedule.SCHEDULES:
+        raise InputError(f"schedule={name!r}: it takes {', '.join(schedule.SCHEDULES)}, or 'auto'")
+    return (name,)
+
+
+def recomputed(line: Line) -> Line:
+    """Every stage keeps what comes in and runs its forward again: one more pass to three."""
+    items = tuple(replace(item, seconds=item.seconds * 4 / 3) for item in line.items)
+    return replace(line, items=items, entering=float(line.live.max()))
+
+
+def _moved(cluster: Cluster) -> tuple[int, ...]:
+    """The places of a cluster, moved to the first host they fit."""
+    outer = cluster.spans[-2] if len(cluster.levels) > 1 else cluster.spans[-1]
+    first = int(cluster.at.min()) // outer * outer
+    return tuple(int(place) - first for place in cluster.at)
+
+
+def _ms(seconds: float, sign: bool = False) -> str:
+    return f"{seconds * 1e3:{'+' if sign else ''}.4g} ms"

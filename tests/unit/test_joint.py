@@ -1,0 +1,189 @@
+"""The joint choice: against brute force on small programs, and by topology on described machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.capture import capture
+from plait.cluster import Cluster
+from plait.errors import InputError, PlanError
+from plait.mesh import Mesh
+from plait.passes import schedule
+from plait.plan import joint, planner
+from plait.plan.placement import ORDERS, Placement
+from plait.plan.plan import Choice, Plan
+from plait.program import Program
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+@cache
+def program(
+    width: int, inner: int, blocks: int, rows: int, tokens: int, training: bool = False
+) -> Program:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(width, inner) for _ in range(blocks))).to(torch.bfloat16)
+        x = torch.zeros(rows, tokens, width, dtype=torch.bfloat16)
+    return capture(model.eval(), (x,), training=training)
+
+
+def ask(cluster: Cluster | str, dp: int | str = 1, objective: str = "latency", **more: object) -> joint.Ask:
+    machine = Cluster.of(cluster)
+    options = planner.Options(1, machine, objective=objective, overlap="off")
+    return joint.Ask(Mesh.fitting("auto", "auto", dp, machine.size), machine, options, **more)  # type: ignore[arg-type]
+
+
+def choose(what: Program, cluster: Cluster | str, **more: object) -> Choice:
+    return joint.search(what, ask(cluster, **more)).choice  # type: ignore[arg-type]
+
+
+def roomy(cluster: str, gib: float) -> Cluster:
+    machine = Cluster.parse(cluster)
+    return replace(machine, device=replace(machine.device, memory=int(gib * 2**30)))
+
+
+# -- brute force ---------------------------------------------------------------------------------------
+
+
+def brute(what: Program, wanted: joint.Ask) -> float:
+    """The least seconds of every mesh, order, number of micro-batches, schedule and cut."""
+    search = joint._Search(what, wanted, joint.describe(what, joint.table()))
+    best = float("inf")
+    for mesh in wanted.meshes:
+        for order in wanted.orders:
+            placement = Placement(wanted.cluster, mesh, order)
+            group = search._group(placement)
+            for pieces in range(1, search.batch.pieces + 1 if search.batch else 2):
+                line = group.line(search._share(pieces), False)
+                for name in wanted.schedules if what.training else ("gpipe",):
+                    played = schedule.make(name, mesh.pp, pieces, what.training)
+                    counts = joint.opened(name, mesh.pp, pieces, what.training)
+                    n = len(line.items)
+                    legal = [i for i in range(1, n) if not line.items[i].joined]
+                    for inner in combinations(legal, played.stages - 1):
+                        cuts = search_cuts(line, (0, *inner, n), placement, what.training, counts)
+                        if max(cuts.memory) > wanted.cluster.device.memory:
+                            continue
+                        end = search._outputs(placement.link, mesh, group.work)
+                        end += search._gradients(placement, group.work, cuts)
+                        best = min(best, joint.played(played, cuts.seconds) + end)
+    return best
+
+
+def search_cuts(
+    line: joint.Line, bounds: tuple[int, ...], where: Placement, training: bool, counts: tuple[float, ...]
+) -> joint.Cuts:
+    times = 2 if training else 1
+    live, n = line.live, len(line.items)
+    seconds, memory = [], []
+    for (i, j), opened in zip(pairwise(bounds), counts, strict=True):
+        work = sum(item.seconds for item in line.items[i:j])
+        seconds.append(work + (times * where.link.seconds(live[j]) if j < n else 0.0))
+        names = {w for item in line.items[i:j] for w in item.weights}
+        kept = sum(item.kept for item in line.items[i:j])
+        memory.append(line.workspace + sum(line.weights[w] for w in names) + opened * kept)
+    return joint.Cuts(bounds, tuple(seconds), (), max(seconds), tuple(memory))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("cluster", ["dgx-h100[3]", "pcie4[4]", "dgx-h100[2x2]/100gbe", "loopback[4]"])
+def test_nothing_is_faster_than_the_choice(cluster: str, training: bool) -> None:
+    what = program(512, 2048, 2, 4, 256, training)
+    wanted = ask(cluster)
+    found = joint.search(what, wanted).choice.winner
+    assert found.seconds <= brute(what, wanted) * (1 + joint.CLOSE) * (1 + 0.02) + 1e-12
+
+
+def test_nothing_that_fits_is_faster_where_memory_is_short() -> None:
+    what = program(512, 2048, 2, 4, 256, True)
+    alone = choose(what, roomy("dgx-h100[1]", 79)).winner.memory
+    wanted = ask(roomy("dgx-h100[4]/100gbe", alone * 0.45 / 2**30))
+    found = joint.search(what, wanted).choice.winner
+    assert found.memory <= wanted.cluster.device.memory
+    assert found.tp * found.pp > 1
+    assert found.seconds <= brute(what, wanted) * (1 + joint.CLOSE) * (1 + 0.02)
+
+
+# -- placement ------------------------------------------------------------------------------------------
+
+
+def test_groups_of_tensor_parallelism_stay_in_a_host_and_stages_cross_it() -> None:
+    hosts = Cluster.parse("dgx-h100[2x8]")
+    placed = Placement(hosts, Mesh(8, 2))
+    assert len(placed.tp.cluster.nodes) == 1
+    across = hosts.levels[-1]
+    assert placed.link.byte >= 1 / (across.bandwidth * across.share)
+    inside = Placement(hosts, Mesh(1, 2, 8), ORDERS[1]).link
+    assert inside.byte < placed.link.byte / 4
+
+
+def test_a_group_that_straddles_hosts_is_the_one_that_counts() -> None:
+    hosts = Cluster.parse("dgx-h100[3x8]")
+    assert len(Placement(hosts, Mesh(4, 6)).tp.cluster.nodes) == 1
+    assert len(Placement(hosts, Mesh(3, 8)).tp.cluster.nodes) == 2  # ranks 6, 7 and 8
+
+
+def test_groups_that_share_a_port_divide_it() -> None:
+    """Eight sums over two hosts at once: each has a port of InfiniBand, all share one of Ethernet."""
+    mesh = Mesh(8, 1, 2)
+    assert Placement(Cluster.parse("dgx-h100[2x8]/ib-ndr"), mesh).dp.crowd == pytest.approx(1)
+    assert Placement(Cluster.parse("dgx-h100[2x8]/100gbe"), mesh).dp.crowd == pytest.approx(8)
+
+
+# -- errors and artefacts ---------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_names_the_smallest_number_of_devices_that_would_do() -> None:
+    what = program(512, 2048, 4, 4, 64)
+    machine = roomy("dgx-h100[2]", 0.008)
+    with pytest.raises(PlanError, match="does not fit") as caught:
+        choose(what, machine)
+    words = str(caught.value)
+    assert "tp=2 pp=1 dp=1: does not fit" in words
+    count = int(words.split("on which it fits is ")[1].split()[0])
+    fits = {n: _fits(what, joint.grow(machine, n)) for n in (count - 1, count)}
+    assert fits == {count - 1: False, count: True}
+
+
+def _fits(what: Program, machine: Cluster) -> bool:
+    try:
+        choose(what, machine)
+    except PlanError:
+        return False
+    return True
+
+
+def test_words_that_mean_nothing_are_all_named() -> None:
+    with pytest.raises(InputError, match="objective='speed': it takes latency or throughput") as caught:
+        joint.check("speed", 0, "auto", "half", "all")
+    assert "micro_batches=0" in str(caught.value)
+    assert "recompute='half'" in str(caught.value)
+    with pytest.raises(InputError, match="schedule='zigzag'"):
+        joint.check("latency", 1, "zigzag", "off", "all")
+
+
+def test_a_plan_keeps_its_choice_and_reads_back() -> None:
+    model = nn.Sequential(*(Block(256, 1024) for _ in range(4)))
+    made = plait.plan(model, (torch.randn(8, 64, 256),), cluster="dgx-h100[4]", training=True)
+    assert made.choice is not None
+    assert made.choice.winner.tp * made.choice.winner.pp == 4
+    assert (made.tp, made.pp, made.dp) == (made.choice.winner.tp, made.choice.winner.pp, 1)
+    assert Plan.from_json(made.to_json()) == made
+    assert made.choice.winner.name in made.choice.reason
+    for c in made.choice.front:
+        assert sum(c.parts.values()) == pytest.approx(c.seconds)
