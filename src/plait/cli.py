@@ -315,7 +315,8 @@ def _planned(
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise InputError(f"--dtype {dtype}: no such dtype; bfloat16, float16 and float32 are some")
-    axes = {name: _number(f"--{name}", n) for name, n in zip(("tp", "pp", "dp"), mesh, strict=True)}
+    axes: dict[str, Any] = {}
+    axes |= {name: _number(f"--{name}", n) for name, n in zip(("tp", "pp", "dp"), mesh, strict=True)}
     machine = Cluster.of(cluster)
     ranks = prod(n for n in axes.values() if isinstance(n, int))
     if "auto" not in axes.values() and ranks < machine.size:

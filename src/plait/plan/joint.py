@@ -175,10 +175,10 @@ class _Search:
         self.weighed += len(ways)
         found: list[Candidate] = []
         why, best = "", float("inf")
-        for bound, placement, group, *how in ways:
+        for bound, placement, group, pieces, name, recompute in ways:
             if bound > best * (1 + CLOSE):
                 break
-            candidate = self._weigh(placement, group, *how)
+            candidate = self._weigh(placement, group, pieces, name, recompute)
             if isinstance(candidate, str):
                 why = why or candidate
             else:
