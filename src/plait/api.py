@@ -70,7 +70,8 @@ def compile(
     overlaps.check(overlap)
     if group is None:
         group, _ = world()
-    meshes = Mesh.fitting(tp, pp, dp, dist.get_world_size(group) if group is not None else 1)
+    ranks = dist.get_world_size(group) if group is not None else 1
+    meshes = Mesh.fitting(tp, _stages(pp, overlap), dp, ranks)
     joint.check(objective, micro_batches, schedule, recompute, outputs)
     place = _device(model, device, group)
     source = _Source(model, dtype, args, kwargs, dynamic, training, place)
@@ -106,9 +107,7 @@ def compile(
     first = job.build(program)
     with job.agreement.step("load"):
         holdings = _load(model, program, first, job, weights, dtype)
-    return Compiled(
-        first, holdings, job.transport, job.agreement, job.again(first), follower
-    )
+    return Compiled(first, holdings, job.transport, job.agreement, job.again(first), follower)
 
 
 def plan(
@@ -144,7 +143,7 @@ def plan(
     joint.check(objective, micro_batches, schedule, recompute, outputs)
     machine = Cluster.of(cluster)
     ask = joint.Ask(
-        Mesh.fitting(tp, pp, dp, machine.size),
+        Mesh.fitting(tp, _stages(pp, overlap), dp, machine.size),
         machine,
         planner.Options(1, machine, algorithm, objective, deterministic, overlap),
         micro_batches,
@@ -305,6 +304,11 @@ def _retyped(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             empty = torch.empty_like(p, dtype=dtype)  # its pages are never touched
             memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
     return copy.deepcopy(model, memo) if memo else model
+
+
+def _stages(pp: int | str, overlap: str | int) -> int | str:
+    """Chunks that are asked for leave one stage: a pipeline runs without them."""
+    return 1 if pp == "auto" and isinstance(overlap, int) and overlap > 1 else pp
 
 
 def _mesh(

@@ -43,7 +43,7 @@ Pp = Annotated[int, typer.Option(help="stages of the pipeline; tensor parallelis
 Algorithm = Annotated[str, typer.Option(help="of every collective: auto, native, ring, tree ...")]
 Cluster = Annotated[str, typer.Option(help="a preset, for example dgx-h100 or dgx-h100[2x8]")]
 Tp = Annotated[str, typer.Option(help="ranks of tensor parallelism, or auto")]
-Pp = Annotated[str, typer.Option(help="stages of a pipeline, or auto")]
+Stages = Annotated[str, typer.Option("--pp", help="stages of a pipeline, or auto")]
 Dp = Annotated[str, typer.Option(help="replicas, or auto")]
 Batch = Annotated[int, typer.Option(help="rows of the example input", min=1)]
 Length = Annotated[int, typer.Option(help="tokens of the example input", min=1)]
@@ -73,7 +73,7 @@ def plan(
     model: Model,
     cluster: Cluster,
     tp: Tp = "auto",
-    pp: Pp = "auto",
+    pp: Stages = "auto",
     dp: Dp = "1",
     batch: Batch = 1,
     length: Length = 4096,
@@ -116,7 +116,7 @@ def explain(
     model: Model,
     cluster: Cluster,
     tp: Tp = "auto",
-    pp: Pp = "auto",
+    pp: Stages = "auto",
     dp: Dp = "1",
     batch: Batch = 1,
     length: Length = 4096,

@@ -24,7 +24,7 @@ def call(group: Any, name: str, overlap: Any, sleeps: int = 0) -> tuple[dict[str
     model, args, kwargs = zoo.build(name, layers=1)
     model = model.double()
     kwargs = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
-    compiled = plait.compile(model, args, kwargs, group=group, training=True, overlap=overlap)
+    compiled = plait.compile(model, args, kwargs, group=group, pp=1, training=True, overlap=overlap)
     with _sleeps(random.Random(sleeps * 97 + torch.distributed.get_rank(group)), sleeps):
         out = compiled(*args, **kwargs)
         first = out[0] if isinstance(out, tuple) else next(iter(out.values()))
@@ -98,7 +98,7 @@ class Wide(nn.Module):
 
 
 def explained(group: Any, overlap: Any) -> str:
-    compiled = plait.compile(Wide(12), (torch.randn(2, 10, 12),), group=group, overlap=overlap)
+    compiled = plait.compile(Wide(12), (torch.randn(2, 10, 12),), group=group, pp=1, overlap=overlap)
     return compiled.explain()
 
 
