@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from plait.capture import capture
 from plait.errors import CaptureError
+from tests import pretend
+from tests.cases import Setup
+from tests.compare import demand, discrepancies, plain
 
 
 class Counts(nn.Module):
@@ -27,3 +30,55 @@ def test_a_forward_hook_is_named() -> None:
     model[0].register_forward_hook(lambda module, args, out: out + 1)
     with pytest.raises(CaptureError, match="hook"):
         capture(model, (torch.randn(2, 3),))
+
+
+@torch.library.custom_op("plait_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, grad: grad * 3)  # three: no other backward gives that
+
+
+def of_operator(x: Tensor) -> Tensor:
+    return doubled(x)
+
+
+def straight(x: Tensor) -> Tensor:
+    return Straight.apply(x)  # type: ignore[no-any-return]
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Between(nn.Module):
+    """A function between two linears."""
+
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(5, 8), nn.Linear(8, 5), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.function(self.up(x)))  # type: ignore[operator]
+        return y
+
+
+def test_a_backward_that_would_be_lost_is_named() -> None:
+    with pytest.raises(CaptureError, match="the backward of Straight .*register_autograd"):
+        capture(Between(straight), (torch.randn(2, 5),), training=True)
+
+
+def test_the_backward_of_an_operator_is_kept() -> None:
+    setup = Setup(Between(of_operator), (torch.randn(3, 5),)).to(torch.float64)
+    program = pretend.trace(setup, training=True)
+    want = plain(setup)
+    for got in pretend.run(pretend.divide(program, 2, pretend.Free(2)), setup, train=True):
+        demand(discrepancies(got, want), about="an operator of the user's")

@@ -76,7 +76,8 @@ class Forgotten:
             raise CaptureError(
                 f"the backward of {names} would be lost: a captured graph has the backward of its "
                 "operators only. Write the forward so that autograd gives the same gradient "
-                "(x + (f(x) - x).detach() for a straight-through f), or capture with training=False"
+                "(x + (f(x) - x).detach() for a straight-through f), make it an operator "
+                "(torch.library.custom_op and register_autograd), or capture with training=False"
             )
 
 
