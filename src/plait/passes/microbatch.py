@@ -94,6 +94,7 @@ def _cut(program: Program, d: Description, split: Split) -> Batch | Uncut:
     mutated = {m.index: program.weight(m.weight).name for m in program.mutations}
     batch = Batch(split, {}, {})
     ahead: set[fx.Node] = set()  # computable from the whole inputs alone
+    work: set[fx.Node] = set()  # what makes something of inputs and weights
     for node in program.graph.nodes:
         if node.op == "placeholder" and node in d.dims:
             ahead |= {node} if node.name not in weights else set()
@@ -106,11 +107,16 @@ def _cut(program: Program, d: Description, split: Split) -> Batch | Uncut:
             problem = _lay(node, d.accesses[node], batch, ahead)
             if problem is not None:
                 return Uncut(problem)
+            if node not in ahead and any(s in ahead or s in work for s in node.all_input_nodes):
+                work.add(node)
         elif node.op == "output":
             for i, item in enumerate(node.args[0]):  # type: ignore[arg-type]
                 layout = batch.layouts.get(item, WHOLE) if isinstance(item, fx.Node) else WHOLE
                 if i in mutated and layout.kind != "whole":
                     return Uncut(f"buffer {mutated[i]} is changed by the whole batch")
+    again = [n for n in work if batch.layouts[n].kind in ("whole", "copied")]
+    if 2 * len(again) > len(work):
+        return Uncut(f"{len(again)} of {len(work)} operators would run whole in every piece")
     return batch
 
 

@@ -356,6 +356,14 @@ def positions(d: Describer, node: fx.Node) -> Access:
     return Access((), (result,), tuple(Letter(f, "whole", "positions") for f in result))
 
 
+def one_hot(d: Describer, node: fx.Node) -> Access:
+    """`* -> * v`, v new."""
+    operand = d.operand(bind(node)["self"])
+    v = d.fresh(d.sizes(node)[-1])
+    letters = [Letter(f, "parallel") for f in operand.dims if f.size > 1]
+    return Access((operand,), ((*operand.dims, v),), (*letters, Letter(v, "whole", "classes")))
+
+
 def new_factory(d: Describer, node: fx.Node) -> Access:
     access = factory(d, node)
     template = d.operand(bind(node)["self"])
@@ -418,6 +426,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("index.Tensor",         index),
     ("index_select.default", index_select),
     ("gather.default",       gather),
+    ("one_hot.default",      one_hot),
     # attention, norms, losses
     ("scaled_dot_product_attention.default", attention),
     ("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("dim", -1, "stat")),

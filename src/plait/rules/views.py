@@ -348,6 +348,8 @@ def stack(d: Describer, node: fx.Node) -> Access:
 def constant_pad(d: Describer, node: fx.Node) -> Access:
     """Padded dims are whole and come out new; padding with zeros keeps a partial sum partial."""
     bound = bind(node)
+    if bound.get("mode", "constant") != "constant":
+        return d.whole(node, "padded with rows of its own")
     dims, pad = source(d, node), bound["pad"]
     sizes = d.sizes(node)
     touched = {len(dims) - 1 - i // 2 for i, p in enumerate(pad) if not _zero(p)}

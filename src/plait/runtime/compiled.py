@@ -25,6 +25,7 @@ from plait.runtime.agree import Agreement
 from plait.runtime.executor import Executable
 from plait.runtime.follow import Follower
 from plait.runtime.gradient import Holder
+from plait.runtime.pipeline import Pipeline
 from plait.runtime.places import Places
 from plait.runtime.programs import Programs
 from plait.runtime.step import Gathered, on_the_output, with_target, without_target
@@ -101,6 +102,8 @@ class Compiled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         executable, leaves = self._executable(args, kwargs)
+        if isinstance(executable, Pipeline):
+            executable.refuse()
         return self._run(executable, leaves, "forward")
 
     def _run(

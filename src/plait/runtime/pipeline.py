@@ -104,6 +104,14 @@ class Pipeline:
     def _make(self, name: str) -> Schedule:
         return schedule.make(name, self.stages.channel.pp, len(self.stages.pieces))
 
+    def refuse(self) -> None:
+        """A call whose backward could not be asked for on every rank; before any rank starts."""
+        if self.only_last and self.program.training and torch.is_grad_enabled():
+            raise InputError(
+                "outputs='last' leaves the other stages nothing to call backward on: "
+                "train with compiled.step, or with outputs='all'"
+            )
+
     # -- the user's own loop -----------------------------------------------------------------------------
 
     @property
@@ -113,11 +121,6 @@ class Pipeline:
     def __call__(self, weights: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor) -> Any:
         """The outputs."""
         grad = torch.is_grad_enabled() and self.program.training
-        if grad and self.only_last:
-            raise InputError(
-                "outputs='last' leaves the other stages nothing to call backward on: "
-                "train with compiled.step, or with outputs='all'"
-            )
         run = Run(self.stages, self._loop, weights, leaves, seed, grad)
         run.perform("F")
         outs = results.outputs(run, lambda flat: self.readers)
