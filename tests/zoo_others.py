@@ -1,7 +1,7 @@
 """More tiny models, each for something that the zoo has not; they run as pretend ranks only.
 
-`MODELS[name](layers)` gives (model, kwargs), `REFUSED` the models that no graph can keep, with what
-the error says.
+`MODELS[name](layers)` gives (model, kwargs); `REFUSED` has the models that no graph can keep, or not
+in training, with what the error says.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ REFUSED_MODELS: dict[str, Make] = {
     "recurrent_gemma": decoder("recurrent_gemma", head_dim=6, lru_width=30, attention_window_size=5, **(GQA | {"num_key_value_heads": 1})),
 }  # fmt: skip
 REFUSED = {
+    "bloom": "the backward of GeLUFunction",
     "dbrx": "for expert_idx in expert_hit:`: what runs depends on the value",
     "longformer": "if is_global_attn:`: what runs depends on the value",
     "rwkv": "changes in place: the parameter rwkv.blocks.0.attention.output.weight",
