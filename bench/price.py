@@ -24,7 +24,7 @@ from plait.cluster.units import spell_size
 from plait.cost.comm import price
 from plait.cost.fitting import cluster_of, errors, fit_shared, fit_table, held_out
 from plait.cost.flow import wide
-from plait.simulate import simulate
+from plait.cost.simulator import simulate
 
 RESULTS = Path(__file__).parent / "results" / "price.md"
 

@@ -4,6 +4,7 @@ from plait import collectives, errors
 from plait.api import clip_grad_norm_, compile, plan
 from plait.cluster import Cluster
 from plait.plan.plan import Plan
+from plait.plan.simulated import simulate
 from plait.runtime.compiled import Compiled
 
 __version__ = "0.1.0"
@@ -18,4 +19,5 @@ __all__ = [
     "compile",
     "errors",
     "plan",
+    "simulate",
 ]

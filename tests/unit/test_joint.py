@@ -18,7 +18,7 @@ from plait.mesh import Mesh
 from plait.passes import schedule
 from plait.plan import joint, planner
 from plait.plan.placement import ORDERS, Placement
-from plait.plan.plan import Choice, Plan
+from plait.plan.plan import Candidate, Choice, Plan
 from plait.program import Program
 
 
@@ -143,6 +143,85 @@ def test_groups_that_share_a_port_divide_it() -> None:
     mesh = Mesh(8, 1, 2)
     assert Placement(Cluster.parse("dgx-h100[2x8]/ib-ndr"), mesh).dp.crowd == pytest.approx(1)
     assert Placement(Cluster.parse("dgx-h100[2x8]/100gbe"), mesh).dp.crowd == pytest.approx(8)
+
+
+# -- topology decides ------------------------------------------------------------------------------------
+
+
+def wide(rows: int = 16, training: bool = True, tokens: int = 512) -> Program:
+    """Eight blocks as wide as in the wild."""
+    return program(8192, 28672, 8, rows, tokens, training)
+
+
+def part(c: Candidate, name: str) -> float:
+    return c.parts[name] / c.seconds
+
+
+def of(choice: Choice, tp: int, pp: int) -> Candidate:
+    return next(c for c in choice.front if (c.tp, c.pp) == (tp, pp))
+
+
+def test_one_host_sums_over_nvlink_and_sends_over_pcie() -> None:
+    fast, slow = (choose(wide(), name) for name in ("dgx-h100", "pcie5"))
+    assert (fast.winner.tp, fast.winner.pp) == (8, 1)
+    assert slow.winner.tp < 8
+    assert slow.winner.pp > 1
+    loser = of(slow, 8, 1)
+    gap = loser.seconds - slow.winner.seconds
+    assert loser.parts["collectives"] - slow.winner.parts["collectives"] > gap > 0
+    assert "collectives" in slow.reason
+    assert part(of(fast, 8, 1), "collectives") < part(loser, "collectives") / 2
+
+
+@pytest.mark.parametrize(
+    "hosts", ["2x8", "4x8", pytest.param("16x8", marks=pytest.mark.full)]
+)
+def test_slow_links_between_hosts_carry_stages_and_no_sums(hosts: str) -> None:
+    machine = Cluster.parse(f"dgx-h100[{hosts}]/100gbe")
+    best = choose(wide(training=False), machine, outputs="last").winner
+    assert best.pp >= len(machine.nodes)
+    assert len(Placement(machine, Mesh(best.tp, best.pp), best.order).tp.cluster.nodes) == 1
+
+
+@pytest.mark.full
+def test_faster_links_between_hosts_need_fewer_stages() -> None:
+    slow, fast = (choose(wide(), f"dgx-h100[16x8]/{f}").winner for f in ("100gbe", "ib-ndr"))
+    assert fast.tp > slow.tp
+    assert fast.pp < slow.pp
+
+
+def test_one_row_leaves_nothing_to_pipeline() -> None:
+    choice = choose(wide(rows=1, training=False, tokens=1), "dgx-h100", outputs="last")
+    assert (choice.winner.tp, choice.winner.pp) == (8, 1)
+    assert all(c.micro_batches == 1 for c in choice.front)
+    assert part(of(choice, 1, 8), "waiting") > 0.8
+
+
+def test_throughput_asks_for_replicas_and_latency_for_none() -> None:
+    what = wide(rows=4)
+    assert choose(what, "dgx-h100", dp="auto").winner.dp == 1
+    many = choose(what, "dgx-h100", dp="auto", objective="throughput")
+    assert many.winner.dp > 1
+    assert many.winner.period < choose(what, "dgx-h100").winner.period
+
+
+def test_activations_are_recomputed_only_where_they_do_not_fit() -> None:
+    what = program(1024, 4096, 4, 16, 2048, True)
+    options = {"recompute": joint.RECOMPUTE, "schedules": ("gpipe",)}
+    kept = choose(what, "dgx-h100[2]", **options).winner
+    assert kept.recompute == "off"
+    sizes = [kept.memory / 2**30 * percent / 100 for percent in range(90, 15, -15)]
+    winners = [c for gib in sizes for c in _winners(what, roomy("dgx-h100[2]", gib), options)]
+    tight = next(c for c in winners if c.recompute == "full")
+    assert tight.memory < kept.memory
+    assert tight.seconds > kept.seconds
+
+
+def _winners(what: Program, machine: Cluster, options: dict[str, object]) -> list[Candidate]:
+    try:
+        return [choose(what, machine, **options).winner]
+    except PlanError:
+        return []
 
 
 # -- errors and artefacts ---------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ PUBLIC = {
     "compile",
     "errors",
     "plan",
+    "simulate",
 }
 
 # Each room may use those of the rows above it, and nothing of its own row but itself.
@@ -38,7 +39,7 @@ LEVELS = (
     "rules cluster collectives",
     "timeline",
     "cost passes",
-    "capture plan simulate",
+    "capture plan",
     "report",
     "runtime",
     "api fetch",

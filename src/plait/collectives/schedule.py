@@ -15,7 +15,7 @@ there. That is how pieces pipeline: in `ring[4]/2` the second piece of a chunk i
 the first is added.
 
 Everything else is a reader of this data: proof (check.py), bytes (ledger.py), execution (run.py),
-price and simulation (plait.cost, plait.simulate).
+price and simulation (plait.cost, plait.cost.simulator).
 
 Spelling:  [collective] algorithm[ranks]/pieces@root, the collective all_reduce unless said:
 

@@ -249,7 +249,8 @@ class _Search:
         share = self._share(pieces)
         sent = sum(group.work.communication(share, group.collective)) * pieces / mesh.pp
         compute = sum(item.seconds for item in line.items) * pieces / mesh.pp - sent
-        sends = sum(cuts.seconds) * pieces / mesh.pp - compute - sent
+        ways = 2 if training else 1
+        sends = ways * sum(map(placement.link.seconds, cuts.crossing)) * pieces / mesh.pp
         gradients = self._gradients(placement, group.work, cuts)
         outputs = self._outputs(placement.link, mesh, group.work)
         seconds = passes + gradients + outputs
@@ -271,7 +272,7 @@ class _Search:
                 "compute": compute,
                 "collectives": sent,
                 "sends": sends,
-                "waiting": passes - compute - sent - sends,
+                "waiting": max(0.0, passes - compute - sent - sends),
                 "gradients": gradients,
                 "outputs": outputs,
             },

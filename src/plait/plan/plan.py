@@ -184,6 +184,7 @@ class Plan:
     overlap: str = "off"  # as it was asked for
     overlaps: tuple[Overlapped, ...] = ()
     staged: Staged | None = None  # of a pipeline
+    times: tuple[tuple[str, float, float], ...] = ()  # operators: seconds forward and backward
     choice: Choice | None = None  # where more than one mesh, schedule or cut in time was weighed
 
     @property
@@ -217,6 +218,7 @@ class Plan:
                 data["choice"] = Choice.of(data["choice"])
             data["bytes_per_rank"] = tuple(data["bytes_per_rank"])
             data["notes"] = tuple(data["notes"])
+            data["times"] = tuple((str(n), f, b) for n, f, b in data.get("times", ()))
             return cls(**data)
         except (TypeError, KeyError) as error:
             raise PlanError(f"the plan lacks or has too much: {error}") from error

@@ -227,6 +227,7 @@ def _planned(laid: Laid, options: Options) -> Planned:
         notes=program.notes,
         overlap=str(options.overlap),
         overlaps=listed,
+        times=work.times(),
         choice=options.choice if options.choice and options.choice.program == digest else None,
     )
     return Planned(plan, program, laid.description, strategies, laid.grads, chosen)

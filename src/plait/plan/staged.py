@@ -107,6 +107,7 @@ def make(
         seconds_alone=planned.plan.seconds_alone * pieces,
         cluster=str(wish.cluster),
         notes=(*planned.plan.notes, *choice.notes),
+        times=(),
         choice=choice,
     )
     return replay(program, plan, options, wish)

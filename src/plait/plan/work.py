@@ -92,6 +92,15 @@ class Work:
     def compute(self, share: float) -> list[float]:
         return [step.compute(share, self.rates) for step in self.steps]
 
+    def times(self) -> tuple[tuple[str, float, float], ...]:
+        """Of the whole batch: every operator that takes time, its seconds forward and backward."""
+        out = []
+        for step, seconds in zip(self.steps, self.compute(1.0), strict=True):
+            if seconds > 0:
+                forward = seconds / step.passes
+                out.append((step.node.name, forward, seconds - forward))
+        return tuple(out)
+
     def communication(self, share: float, collective: Collective) -> list[float]:
         """Seconds of the collectives before every operator."""
         return [sum(collective(kind, n(share)) for kind, n in s.transfers) for s in self.steps]

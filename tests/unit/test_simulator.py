@@ -16,8 +16,8 @@ from plait.collectives.ledger import ledger
 from plait.collectives.schedule import Spec
 from plait.cost.comm import price
 from plait.cost.flow import flow, wide
+from plait.cost.simulator import simulate
 from plait.errors import CollectiveError, InputError, ScheduleError
-from plait.simulate import simulate
 from plait.timeline import Event, Task, Timeline, play
 
 

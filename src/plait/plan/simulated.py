@@ -1,0 +1,88 @@
+"""A plan's timeline: what every lane does in one call, from the seconds that the plan predicts.
+
+    of a pipeline     a lane a place: `0F0`, `2B1` as the schedule has them, sends within their stage;
+                      then what comes after: the sum over replicas, the outputs' way
+    of one stage      `compute` in the program's order, forward and mirrored backward, and `transfers`:
+                      a collective stops compute, but for what its region hides beside it
+
+The timeline ends when the plan's `seconds` are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plait.passes import schedule
+from plait.plan.plan import Placed, Plan
+from plait.timeline import Event, Timeline
+
+
+def simulate(plan: Plan) -> Timeline:
+    """The predicted events of one call, in seconds from its start; needs no devices."""
+    events = list(_pipeline(plan) if plan.staged is not None else _stage(plan))
+    end = max((event.end for event in events), default=0.0)
+    after = plan.choice.winner.parts if plan.choice is not None else {}
+    for name in ("gradients", "outputs"):
+        if after.get(name, 0.0) > 0:
+            events.append(Event(end, end + after[name], "transfers", name))
+            end = events[-1].end
+    return Timeline(tuple(sorted(events, key=lambda e: (e.begin, e.end))), end)
+
+
+def _pipeline(plan: Plan) -> Iterator[Event]:
+    staged = plan.staged
+    assert staged is not None
+    order = schedule.make(staged.schedule, plan.pp, plan.micro_batches, plan.training)
+    both = 1.0 + schedule.BACKWARD if plan.training else 1.0
+    timed = schedule.run(order, [t / both for t in staged.seconds])
+    for place, actions in enumerate(order.places):
+        for action in actions:
+            yield Event(timed.start[action], timed.end[action], f"place {place}", str(action))
+
+
+def _stage(plan: Plan) -> Iterator[Event]:
+    hidden = _hidden(plan)
+    forward: dict[str, list[Placed]] = {}
+    backward: dict[str, list[Placed]] = {}
+    for placed in plan.collectives:
+        way = backward if placed.name.endswith(".backward") else forward
+        way.setdefault(placed.source, []).append(placed)
+    names = [name for name, _, _ in plan.times]
+    now = 0.0
+
+    def transfers(moves: list[Placed]) -> Iterator[Event]:
+        nonlocal now
+        for placed in moves:
+            begin = now - hidden.get(placed.name, 0.0)
+            now = max(now, begin + placed.seconds)
+            yield Event(begin, now, "transfers", f"{placed.name} {placed.collective}")
+
+    def compute(name: str, seconds: float) -> Iterator[Event]:
+        nonlocal now
+        if seconds > 0:
+            yield Event(now, now + seconds, "compute", name)
+            now += seconds
+
+    known = set(names)  # a move of an input or a weight comes before all of them
+    yield from transfers([p for s, moves in forward.items() if s not in known for p in moves])
+    for name, seconds, _ in plan.times:
+        yield from compute(name, seconds)
+        yield from transfers(forward.get(name, []))
+    for name, _, seconds in reversed(plan.times):
+        yield from transfers(backward.get(name, []))
+        yield from compute(f"{name}.backward" if seconds else name, seconds)
+    yield from transfers([p for s, moves in backward.items() if s not in known for p in moves])
+
+
+def _hidden(plan: Plan) -> dict[str, float]:
+    """By collective: the seconds of it that run beside compute, in regions that are cut in time; below
+    0 where chunks that were asked for take longer than the whole."""
+    seconds = {p.name: p.seconds for p in plan.collectives}
+    out: dict[str, float] = {}
+    for region in plan.overlaps:
+        names = [n for site in region.sites for n in (site, f"{site}.backward") if n in seconds]
+        total = sum(seconds[n] for n in names)
+        if region.form != "whole" and total > 0:
+            share = min(1.0, (region.whole - region.seconds) / total)
+            out |= {n: share * seconds[n] for n in names}
+    return out

@@ -1,0 +1,48 @@
+"""Timelines of plans: they end when the plan says, and show who works beside whom."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.plan.plan import Plan
+from plait.timeline import Timeline
+
+
+def planned(**asked: object) -> Plan:
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)) for _ in range(4)]
+        x = torch.empty(8, 256, 512)
+    return plait.plan(nn.Sequential(*blocks), (x,), cluster="dgx-h100[4]", **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("asked", [{"pp": 1}, {"pp": 4}, {"pp": 2}, {"pp": 1, "overlap": 4}])
+def test_a_timeline_ends_with_its_plan(asked: dict[str, int], training: bool) -> None:
+    plan = planned(training=training, **asked)
+    timeline = plait.simulate(plan)
+    assert timeline.end == pytest.approx(plan.seconds, rel=1e-6)
+    assert max(event.end for event in timeline.events) == pytest.approx(timeline.end)
+    assert plait.simulate(Plan.from_json(plan.to_json())) == timeline
+    assert str(Timeline.parse(str(timeline))) == str(timeline)
+
+
+def test_stages_work_side_by_side() -> None:
+    plan = planned(pp=2, micro_batches=4)
+    timeline = plait.simulate(plan)
+    assert set(timeline.lanes) >= {"place 0", "place 1"}
+    together = timeline.busy("place 0") + timeline.busy("place 1") - timeline.busy("place 0", "place 1")
+    assert together > 0
+    first = {e.name: e for lane in ("place 0", "place 1") for e in timeline.on(lane)}
+    assert first["0F1"].begin < first["1F0"].end <= first["1F1"].end
+
+
+def test_collectives_that_nothing_hides_stop_compute() -> None:
+    plan = planned(pp=1, overlap="off", training=True)
+    timeline = plait.simulate(plan)
+    assert timeline.exposed("transfers", ["compute"]) == pytest.approx(
+        sum(p.seconds for p in plan.collectives)
+    )
+    assert len(timeline.on("transfers")) == len(plan.collectives) > 0
