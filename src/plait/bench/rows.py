@@ -1,8 +1,8 @@
 """Rows: what is timed. One compiled model, whose program is orchestrated in several ways.
 
-`plait.compile` chooses the splits once. Every other row of plait's is the same program over the same
-weights, with its collectives by another algorithm, in other chunks, or left out; so rows differ in
-what they are named for and in nothing else.
+`plait.compile` chooses how weights are split, once. The blocking rows are what it would choose with
+`overlap="off"` for the weights as they lie; they differ in the algorithm of their collectives and in
+nothing else. Chunks are cut from that program, and floors are programs whose transfers are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plait.plan import overlaps, planner
 from plait.plan.plan import Plan
 from plait.plan.planner import Planned
 from plait.runtime.compiled import Compiled
-from plait.runtime.executor import Executable, executable
+from plait.runtime.executor import Executable, executable, layouts
 from plait.runtime.transport import Still
 
 
@@ -82,10 +82,12 @@ class Subject:
     cluster: Cluster
     call: Call
     device: torch.device
+    blocking: Planned  # nothing of it is overlapped
 
     @classmethod
     def of(cls, call: Call, cluster: Cluster, device: torch.device) -> Subject:
-        return cls(compiled(call, cluster, device, None), cluster, call, device)
+        made = compiled(call, cluster, device, None)
+        return cls(made, cluster, call, device, _unlapped(made, cluster))
 
     @property
     def planned(self) -> Planned:
@@ -132,19 +134,18 @@ class Subject:
         return Row(name, "floor", self._by(program), planned.plan.seconds, "transfers left out")
 
     def whole(self, algorithm: str | None = None) -> Planned:
-        """Every collective in one piece, by `algorithm` or by the one that the plan has."""
-        plan = self.planned.plan
-        options = planner.Options(plan.tp, self.cluster, algorithm or "auto", overlap="off")
-        placed = plan.collectives
-        if algorithm is not None:
-            placed = tuple(
-                replace(p, algorithm=name, seconds=seconds)
-                for p in placed
-                for name, seconds in [planner.pick(options, p.collective, p.nbytes, p.name)]
-            )
+        """Every collective by `algorithm`, or by the one that the plan has."""
+        plan = self.blocking.plan
+        if algorithm is None:
+            return self.blocking
+        options = planner.Options(plan.tp, self.cluster, algorithm, overlap="off")
+        placed = tuple(
+            replace(p, algorithm=name, seconds=seconds)
+            for p in plan.collectives
+            for name, seconds in [planner.pick(options, p.collective, p.nbytes, p.name)]
+        )
         seconds = work(plan) + sum(p.seconds for p in placed)
-        made = replace(plan, collectives=placed, seconds=seconds, overlap="off", overlaps=())
-        return replace(self.planned, plan=made, chosen={})
+        return replace(self.blocking, plan=replace(plan, collectives=placed, seconds=seconds))
 
     def cut(self, whole: Planned, count: int) -> Planned:
         """Every region that can be in `count` chunks."""
@@ -172,6 +173,16 @@ class Subject:
                 return step()
 
         return run
+
+
+def _unlapped(made: Compiled, cluster: Cluster) -> Planned:
+    """Rank 0's plan for the same program with overlap off, weights as they lie."""
+    first = made._programs.first
+    program, plan = first.planned.program, first.planned.plan
+    options = planner.Options(plan.tp, cluster, overlap="off")
+    chosen = planner.make(program, options, layouts(first.local))
+    told = Plan.from_json(made._agreement.broadcast("plan", chosen.plan.to_json()))
+    return chosen if told == chosen.plan else planner.replay(program, told, options)
 
 
 def alone(call: Call, cluster: Cluster, device: torch.device) -> tuple[Row, Compiled]:
