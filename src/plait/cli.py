@@ -159,6 +159,7 @@ def bench(
     tokens: Annotated[list[int] | None, typer.Option(help="of the call; several: a run each")] = None,
     share: Annotated[str, typer.Option(help="of a layer on each rank: 1/8; else all on all")] = "",
     chunks: Annotated[list[int] | None, typer.Option(help="rows in so many chunks each")] = None,
+    without: Annotated[list[str] | None, typer.Option(help="a row to leave out, by name")] = None,
     batch: Batch = 1,
     train: Annotated[bool, typer.Option("--train", help="forward and backward")] = False,
     against: Annotated[str, typer.Option(help="torch: DTensor under torch.compile")] = "",
@@ -187,7 +188,7 @@ def bench(
     request = sitting.Request(
         models.resolve(model, say=_say) if model else None,
         shape, layers, part, tuple(tokens or [512]),
-        tuple(chunks or ()), batch, train, dtype, warmup, samples,
+        tuple(chunks or ()), tuple(without or ()), batch, train, dtype, warmup, samples,
         bool(against), peer_seconds, cluster, str(json or ""), str(svg or ""),
     )  # fmt: skip
     launch(sitting.bench, nproc, request)

@@ -40,6 +40,7 @@ class Request:
     share: int = 0  # 1/share of a layer on each rank; 0: a whole layer on all ranks together
     tokens: tuple[int, ...] = (512,)
     chunks: tuple[int, ...] = ()
+    without: tuple[str, ...] = ()  # names of rows that are not timed
     batch: int = 1
     train: bool = False
     dtype: str = ""
@@ -105,7 +106,8 @@ def sit(request: Request, bed: Bed, tokens: int, peers: Peers | None) -> Run:
     call = Call(_example(request, bed, tokens), request.train)
     subject = Subject.of(call, bed.cluster, bed.device)
     single, module = alone(call, bed.cluster, bed.device)
-    rows = [single, *subject.rows(request.chunks)]
+    ours = subject.rows(request.chunks)
+    rows = [single, *(row for row in ours if row.name not in request.without)]
     modules: list[nn.Module] = [subject.compiled, module]
     if peers is not None:
         for row, held in peers.rows(lambda: _example(request, bed, tokens).model, call):
