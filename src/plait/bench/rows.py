@@ -1,14 +1,15 @@
-"""Rows: what is timed. One compiled model, whose program is orchestrated in several ways.
+"""Rows: what is timed. The unmodified model, compiled as it is and with overlap off.
 
-`plait.compile` chooses how weights are split, once. The blocking rows are what it would choose with
-`overlap="off"` for the weights as they lie; they differ in the algorithm of their collectives and in
-nothing else. Chunks are cut from that program, and floors are programs whose transfers are left out.
+The blocking rows are the one program that `overlap="off"` chooses; they differ in the algorithm of
+their collectives and in nothing else. Chunks are cut from that program, and a floor is a program
+whose transfers are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from plait.plan import overlaps, planner
 from plait.plan.plan import Plan
 from plait.plan.planner import Planned
 from plait.runtime.compiled import Compiled
-from plait.runtime.executor import Executable, executable, layouts
+from plait.runtime.executor import executable
 from plait.runtime.transport import Still
+
+Make = Callable[[], Planned | None]  # None: there is no such program
 
 
 @dataclass(frozen=True)
@@ -76,62 +79,77 @@ def tensors(out: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Subject:
-    """The compiled model, and what makes other programs of it."""
+    """The compiled models, and what makes other programs of them."""
 
     compiled: Compiled
+    plain: Compiled  # overlap is off
     cluster: Cluster
     call: Call
     device: torch.device
-    blocking: Planned  # nothing of it is overlapped
 
     @classmethod
     def of(cls, call: Call, cluster: Cluster, device: torch.device) -> Subject:
-        made = compiled(call, cluster, device, None)
-        return cls(made, cluster, call, device, _unlapped(made, cluster))
+        auto = compiled(call, cluster, device, None)
+        return cls(auto, compiled(call, cluster, device, None, "off"), cluster, call, device)
 
     @property
-    def planned(self) -> Planned:
-        return self.compiled._programs.first.planned
+    def blocking(self) -> Planned:
+        return self.plain._programs.first.planned
 
-    def rows(self, chunks: Sequence[int] = ()) -> Iterator[Row]:
+    def rows(self, chunks: Sequence[int] = (), without: Collection[str] = ()) -> Iterator[Row]:
         """Blocking ones first, the floors last; a row more for every number of `chunks`."""
-        blocking = {
-            "parameter server": self.whole("parameter_server"),
-            "blocking ring": self.whole("ring"),
-            "blocking native": self.whole("native"),
-            "blocking best algorithm": self.whole(),
-        }
-        for name, planned in blocking.items():
-            yield self.row(name, "blocking", planned, _algorithms(planned.plan))
-        recipe = textbook(blocking["blocking native"], self.machine())
-        if recipe.chosen:
-            yield self.row("textbook", "textbook", recipe, f"{len(recipe.chosen)} sums in {CHUNKS} chunks")
-        yield self.own()
-        whole = blocking["blocking best algorithm"]
+        for name, kind, make, note in self._programs(chunks):
+            if name in without:
+                continue
+            if kind == "overlapped":
+                yield self.own()
+            elif (planned := make()) is not None:
+                yield self.row(name, kind, planned, note or _how(planned))
+        overlapped = self.compiled._programs.first.planned
+        if overlapped.chosen and OWN_FLOOR not in without:
+            yield replace(self.row(OWN_FLOOR, "floor", overlapped, IDLE, self.compiled), predicted=None)
+
+    def _programs(self, chunks: Sequence[int]) -> Iterator[tuple[str, Kind, Make, str]]:
+        for name, algorithm in BLOCKING.items():
+            yield name, "blocking", partial(self.whole, algorithm), ""
+        yield "textbook", "textbook", self.recipe, f"sums in {CHUNKS} chunks"
+        yield "overlapped", "overlapped", lambda: None, ""
         for count in chunks:
-            cut = self.cut(whole, count)
-            if cut.chosen:
-                forms = ", ".join(dict.fromkeys(map(str, cut.chosen.values())))
-                yield self.row(f"{count} chunks", "forced", cut, forms)
-        yield self.floor("floor", replace(whole, plan=replace(whole.plan, seconds=work(whole.plan))))
-        if self.planned.chosen:
-            yield self.floor("floor of overlapped", self.planned)
+            yield f"{count} chunks", "forced", partial(self.cut, count), ""
+        yield "floor", "floor", self.idle, IDLE
 
     def own(self) -> Row:
         """plait's own choice: the compiled model as it is."""
         step = self.call.of(self.compiled)
-        plan = self.planned.plan
+        plan = self.compiled.plan
         forms = dict.fromkeys(o.form for o in plan.overlaps if o.form != "whole")
         return Row("overlapped", "overlapped", step, plan.seconds, ", ".join(forms) or "all whole")
 
-    def row(self, name: str, kind: Kind, planned: Planned, note: str) -> Row:
-        program = executable(planned, self.compiled._transport, self.device)
-        return Row(name, kind, self._by(program), planned.plan.seconds, note)
+    def row(
+        self, name: str, kind: Kind, planned: Planned, note: str, over: Compiled | None = None
+    ) -> Row:
+        """`over`: whose weights the program takes, and whose calls it stands in for."""
+        over = over or self.plain
+        transport = over._transport
+        if kind == "floor":
+            transport = Still(transport.group, transport.rank, transport.size)
+        program = executable(planned, transport, self.device)
+        step, programs = self.call.of(over), over._programs
 
-    def floor(self, name: str, planned: Planned) -> Row:
-        t = self.compiled._transport
-        program = executable(planned, Still(t.group, t.rank, t.size), self.device)
-        return Row(name, "floor", self._by(program), planned.plan.seconds, "transfers left out")
+        def run() -> Any:
+            with programs.standing_in(program):
+                return step()
+
+        return Row(name, kind, run, planned.plan.seconds, note)
+
+    def idle(self) -> Planned:
+        """The blocking program, predicted without its transfers."""
+        plan = self.blocking.plan
+        return replace(self.blocking, plan=replace(plan, seconds=work(plan)))
+
+    def recipe(self) -> Planned | None:
+        made = textbook(self.whole("native"), self.machine())
+        return made if made.chosen else None
 
     def whole(self, algorithm: str | None = None) -> Planned:
         """Every collective by `algorithm`, or by the one that the plan has."""
@@ -147,14 +165,16 @@ class Subject:
         seconds = work(plan) + sum(p.seconds for p in placed)
         return replace(self.blocking, plan=replace(plan, collectives=placed, seconds=seconds))
 
-    def cut(self, whole: Planned, count: int) -> Planned:
+    def cut(self, count: int) -> Planned | None:
         """Every region that can be in `count` chunks."""
+        whole = self.blocking
         chosen, weighed = choose(whole.flow, count, self.machine(), whole.plan.tp)
         seconds = whole.plan.seconds - sum(c.gain for c in weighed if c.region in chosen)
-        return replace(whole, plan=replace(whole.plan, seconds=seconds), chosen=chosen)
+        made = replace(whole, plan=replace(whole.plan, seconds=seconds), chosen=chosen)
+        return made if chosen else None
 
     def machine(self) -> Machine:
-        options = planner.Options(self.planned.plan.tp, self.cluster)
+        options = planner.Options(self.plain.plan.tp, self.cluster)
         known: dict[tuple[str, float], float] = {}
 
         def seconds(kind: str, nbytes: float) -> float:
@@ -164,26 +184,6 @@ class Subject:
 
         return overlaps.machine(self.cluster, options.tp, seconds)
 
-    def _by(self, program: Executable) -> Callable[[], Any]:
-        """A call of the compiled model which runs `program`."""
-        step, programs = self.call.of(self.compiled), self.compiled._programs
-
-        def run() -> Any:
-            with programs.standing_in(program):
-                return step()
-
-        return run
-
-
-def _unlapped(made: Compiled, cluster: Cluster) -> Planned:
-    """Rank 0's plan for the same program with overlap off, weights as they lie."""
-    first = made._programs.first
-    program, plan = first.planned.program, first.planned.plan
-    options = planner.Options(plan.tp, cluster, overlap="off")
-    chosen = planner.make(program, options, layouts(first.local))
-    told = Plan.from_json(made._agreement.broadcast("plan", chosen.plan.to_json()))
-    return chosen if told == chosen.plan else planner.replay(program, told, options)
-
 
 def alone(call: Call, cluster: Cluster, device: torch.device) -> tuple[Row, Compiled]:
     """One device that runs all the shares: on every rank, all of them at once."""
@@ -192,7 +192,9 @@ def alone(call: Call, cluster: Cluster, device: torch.device) -> tuple[Row, Comp
     return Row("one device", "alone", call.of(made), made.plan.seconds), made
 
 
-def compiled(call: Call, cluster: Cluster, device: torch.device, group: Any) -> Compiled:
+def compiled(
+    call: Call, cluster: Cluster, device: torch.device, group: Any, overlap: str = "auto"
+) -> Compiled:
     example = call.example
     return compile_model(
         example.model,
@@ -203,6 +205,7 @@ def compiled(call: Call, cluster: Cluster, device: torch.device, group: Any) -> 
         device=device,
         weights=example.weights,
         training=call.train,
+        overlap=overlap,
     )
 
 
@@ -217,5 +220,17 @@ def work(plan: Plan) -> float:
     return plan.seconds + saved - sum(p.seconds for p in plan.collectives)
 
 
-def _algorithms(plan: Plan) -> str:
-    return ", ".join(dict.fromkeys(p.algorithm for p in plan.collectives)) or "no collectives"
+def _how(planned: Planned) -> str:
+    """Forms of chunks, or algorithms."""
+    forms = dict.fromkeys(map(str, planned.chosen.values()))
+    algorithms = dict.fromkeys(p.algorithm for p in planned.plan.collectives)
+    return ", ".join(forms or algorithms) or "no collectives"
+
+
+IDLE, OWN_FLOOR = "transfers left out", "floor of overlapped"
+BLOCKING = {  # row -> the algorithm of every collective; None: the plan's
+    "parameter server": "parameter_server",
+    "blocking ring": "ring",
+    "blocking native": "native",
+    "blocking best algorithm": None,
+}

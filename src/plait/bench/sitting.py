@@ -106,9 +106,8 @@ def sit(request: Request, bed: Bed, tokens: int, peers: Peers | None) -> Run:
     call = Call(_example(request, bed, tokens), request.train)
     subject = Subject.of(call, bed.cluster, bed.device)
     single, module = alone(call, bed.cluster, bed.device)
-    ours = subject.rows(request.chunks)
-    rows = [single, *(row for row in ours if row.name not in request.without)]
-    modules: list[nn.Module] = [subject.compiled, module]
+    rows = [single, *subject.rows(request.chunks, request.without)]
+    modules: list[nn.Module] = [subject.compiled, subject.plain, module]
     if peers is not None:
         for row, held in peers.rows(lambda: _example(request, bed, tokens).model, call):
             rows.append(row)

@@ -54,7 +54,8 @@ def _value(node: fx.Node, local: Local, env: dict[fx.Node, Any], feed: Mapping[s
             return local.constants[str(node.target)].to("meta")
         case "call_module":
             x = env[node.args[0]]  # type: ignore[index]
-            return _moved(x, local.sites[str(node.target)], local.rank)
+            name, _, half = str(node.target).partition(".")
+            return x if half == "wait" else _moved(x, local.sites[name], local.rank)
         case "output":
             return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
@@ -66,9 +67,12 @@ def _value(node: fx.Node, local: Local, env: dict[fx.Node, Any], feed: Mapping[s
 def _moved(x: Tensor, site: Site, rank: int) -> Tensor:
     """What comes out of a move: rows of the rank, or all of them."""
     shape, c = list(x.shape), site.conversion
-    if c.forward.action in ("slice", "slice_own", "reduce_scatter", "reduce_scatter_own"):
+    if c.forward.action in ("slice", "slice_own", "reduce_scatter", "reduce_scatter_own", "deliver"):
         assert c.cut is not None
         shape[c.cut.dim] = count(c.cut.rows[rank])
+    elif c.forward.action == "fetch":
+        assert c.cut is not None
+        shape[c.cut.dim] = count(c.cut.rows[(rank + c.forward.by) % len(c.cut.rows)])
     elif c.forward.action in ("pad", "pad_own", "gather", "gather_sum"):
         assert c.cut is not None
         shape[c.cut.dim] = c.cut.size
