@@ -11,6 +11,7 @@ import torch
 from plait import cli
 from plait.bench import report, shapes
 from plait.bench.figures import Timed, figures, hidden, order
+from plait.bench.peers import Peers
 from plait.errors import InputError
 from plait.rules.moves import Cut, Step
 from plait.runtime.transport import Still
@@ -136,3 +137,13 @@ def test_what_would_come_is_finite_and_of_its_size(step: Step, rows: int, want: 
     got = still.run(step, x, CUT, "ring")
     assert got.shape == (3, want) and got.isfinite().all() and got.std() > 0
     assert still.run(step, x, CUT, "ring").equal(got), "made once"
+
+
+def test_trials_of_peers_that_won_come_first_and_slow_ones_last() -> None:
+    peers = Peers(torch.device("cuda"), 60.0)
+    first = [(form.name, mode) for form, mode in peers._order()]
+    assert [mode for _, mode in first[:3]] == ["reduce-overhead"] * 3
+    assert [mode for _, mode in first[-3:]] == ["max-autotune"] * 3
+    peers.won["DTensor, async"] = "default"
+    assert next((f.name, m) for f, m in peers._order()) == ("DTensor, async", "default")
+    assert len(peers._order()) == 9 and not peers.left_out

@@ -33,9 +33,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from plait.bench.rows import Call, Row, clear
-from plait.bench.sampler import Sampler
+from plait.bench.sampler import Sampler, clock
 
 MODES = {"cuda": ("reduce-overhead", "default", "max-autotune"), "cpu": ("default",)}
+AUTOTUNED = 5.0  # how many times longer than another mode it compiles
 TRIAL = 5  # samples by which the modes of a form are compared
 
 
@@ -55,34 +56,40 @@ FORMS = (
 
 @dataclass
 class Peers:
-    """`build` makes the whole model anew, and `seconds` is what all trials may take together."""
+    """`seconds` is what all trials may take together; none is begun that would not fit."""
 
     device: torch.device
     seconds: float
     won: dict[str, str] = field(default_factory=dict)  # form -> the mode that won last
     left_out: list[str] = field(default_factory=list)  # for lack of time, or because they failed
     _spent: float = 0.0
+    _longest: dict[str, float] = field(default_factory=dict)  # mode -> seconds of its longest trial
 
     def rows(self, build: Callable[[], nn.Module], call: Call) -> Iterator[tuple[Row, nn.Module]]:
-        """The best setting of every form; those that won before are tried first."""
+        """The best setting of every form; `build` makes the whole model anew."""
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        found: dict[str, list[_Trial]] = {}
+        for form, mode in self._order():
+            if trial := self._try(form, mode, mesh, build, call):
+                found.setdefault(form.name, []).append(trial)
+        for name, trials in found.items():
+            best = min(trials, key=lambda t: t.seconds)
+            self.won[name] = best.mode
+            tried = ", ".join(f"{t.mode} {t.seconds * 1e3:.3f} ms" for t in trials)
+            yield Row(name, "peer", best.step, note=f"{best.mode} (tried {tried})"), best.module
+
+    def _order(self) -> list[tuple[Form, str]]:
+        """The modes that won before, then the quick ones of every form, the slow ones last."""
         kind = self.device.type
-        mesh = init_device_mesh(kind, (dist.get_world_size(),))
-        for form in FORMS:
-            if form.interleaved and kind != "cuda":
-                self.left_out.append(f"{form.name}: needs CUDA")
-                continue
-            modes = sorted(MODES[kind], key=lambda m: m != self.won.get(form.name))
-            trials = [t for mode in modes if (t := self._try(form, mode, mesh, build, call))]
-            if trials:
-                best = min(trials, key=lambda t: t.seconds)
-                self.won[form.name] = best.mode
-                tried = ", ".join(f"{t.mode} {t.seconds * 1e3:.3f} ms" for t in trials)
-                yield Row(form.name, "peer", best.step, note=f"{best.mode} (tried {tried})"), best.module
+        forms = [f for f in FORMS if kind == "cuda" or not f.interleaved]
+        self.left_out += [f"{f.name}: needs CUDA" for f in FORMS if f not in forms]
+        pairs = [(form, mode) for mode in MODES[kind] for form in forms]
+        return sorted(pairs, key=lambda p: self.won.get(p[0].name) != p[1])
 
     def _try(
         self, form: Form, mode: str, mesh: DeviceMesh, build: Callable[[], nn.Module], call: Call
     ) -> _Trial | None:
-        if self._out_of_time():
+        if not self._fits(mode):
             self.left_out.append(f"{form.name} {mode}: no time left")
             return None
         begin = time.monotonic()
@@ -100,16 +107,22 @@ class Peers:
         except Exception as error:  # a peer that fails is left out, and said
             failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         said = _told(failure)
-        self._spent += time.monotonic() - begin
+        took = time.monotonic() - begin
+        self._spent += took
+        self._longest[mode] = max(took, self._longest.get(mode, 0.0))
         if any(said) or trial is None:
             self.left_out.append(f"{form.name} {mode}: {next(filter(None, said))}")
             return None
         trial.measure(self.device)
         return trial
 
-    def _out_of_time(self) -> bool:
-        """As rank 0 sees it."""
-        return bool(_told(self._spent >= self.seconds)[0])
+    def _fits(self, mode: str) -> bool:
+        """Whether a trial as long as the longest yet is over in time, as rank 0 sees it."""
+        expected = self._longest.get(mode)
+        if expected is None:
+            slow = AUTOTUNED if mode == "max-autotune" else 1.0
+            expected = slow * max(self._longest.values(), default=0.0)
+        return bool(_told(self._spent + expected <= self.seconds)[0])
 
 
 @dataclass
@@ -120,8 +133,6 @@ class _Trial:
     seconds: float = 0.0
 
     def measure(self, device: torch.device) -> None:
-        from plait.bench.sampler import clock
-
         (times,) = Sampler(clock(device), 2, TRIAL).run([self.step], lambda: clear(self.module))
         self.seconds = median(times)
 

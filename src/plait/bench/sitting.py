@@ -93,41 +93,48 @@ def bench(request: Request) -> None:
     peers = Peers(bed.device, request.peer_seconds) if request.against else None
     runs: list[Run] = []
     for tokens in request.tokens:
-        runs.append(sit(request, bed, tokens, peers))
-        if dist.get_rank() == 0:
-            _publish(request, bed, runs)
+        for run in sit(request, bed, tokens, peers):
+            if dist.get_rank() == 0:
+                _publish(request, bed, [*runs, run])
+        runs.append(run)
     if any(run.wrong for run in runs):
         raise SystemExit(1)
 
 
-def sit(request: Request, bed: Bed, tokens: int, peers: Peers | None) -> Run:
-    """All rows at one size."""
+def sit(request: Request, bed: Bed, tokens: int, peers: Peers | None) -> Iterator[Run]:
+    """All rows at one size; without the peers first, whose compilation may take all the time there is."""
     begin = time.monotonic()
     call = Call(_example(request, bed, tokens), request.train)
     subject = Subject.of(call, bed.cluster, bed.device)
     single, module = alone(call, bed.cluster, bed.device)
     rows = [single, *subject.rows(request.chunks, request.without)]
     modules: list[nn.Module] = [subject.compiled, subject.plain, module]
+
+    def run() -> Run:
+        compiled = time.monotonic() - begin
+        timed = list(measure(rows, modules, request, bed))
+        facts = {
+            "model": request.shape or (request.model.name if request.model else ""),
+            "tokens": tokens, "batch": request.batch, "share": f"1/{request.share or bed.ranks}",
+            "layers": request.layers, "train": request.train, "samples": request.samples,
+            "seconds_to_compile": round(compiled, 1),
+            "seconds_to_measure": round(time.monotonic() - begin - compiled, 1),
+        }  # fmt: skip
+        left_out = list(peers.left_out) if peers is not None else []
+        wrong = [
+            f"{t.name} at {tokens} tokens: {t.error:.1e} of its norm"
+            for t in timed
+            if t.error is not None and not t.error <= TOLERANCE[bed.dtype]
+        ]
+        return Run(_title(facts, bed), facts, figures(timed, bed.ranks), left_out, wrong)
+
+    yield run()
     if peers is not None:
+        peers.left_out.clear()
         for row, held in peers.rows(lambda: _example(request, bed, tokens).model, call):
             rows.append(row)
             modules.append(held)
-    compiled = time.monotonic() - begin
-    timed = list(measure(rows, modules, request, bed))
-    facts = {
-        "model": request.shape or (request.model.name if request.model else ""),
-        "tokens": tokens, "batch": request.batch, "share": f"1/{request.share or bed.ranks}",
-        "layers": request.layers, "train": request.train, "samples": request.samples,
-        "seconds_to_compile": round(compiled, 1),
-        "seconds_to_measure": round(time.monotonic() - begin - compiled, 1),
-    }  # fmt: skip
-    wrong = [
-        f"{t.name} at {tokens} tokens: {t.error:.1e} of its norm"
-        for t in timed
-        if t.error is not None and not t.error <= TOLERANCE[bed.dtype]
-    ]
-    left_out = list(peers.left_out) if peers is not None else []
-    return Run(_title(facts, bed), facts, figures(timed, bed.ranks), left_out, wrong)
+        yield run()
 
 
 def measure(
