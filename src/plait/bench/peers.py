@@ -37,6 +37,7 @@ from plait.bench.sampler import Sampler, clock
 
 MODES = {"cuda": ("reduce-overhead", "default", "max-autotune"), "cpu": ("default",)}
 AUTOTUNED = 5.0  # how many times longer than another mode it compiles
+COMPILED = 128  # programs of one class that torch may keep
 TRIAL = 5  # samples by which the modes of a form are compared
 
 
@@ -67,6 +68,7 @@ class Peers:
 
     def rows(self, build: Callable[[], nn.Module], call: Call) -> Iterator[tuple[Row, nn.Module]]:
         """The best setting of every form; `build` makes the whole model anew."""
+        torch._dynamo.config.recompile_limit = COMPILED  # all of them stay compiled, side by side
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         found: dict[str, list[_Trial]] = {}
         for form, mode in self._order():
@@ -93,7 +95,6 @@ class Peers:
             self.left_out.append(f"{form.name} {mode}: no time left")
             return None
         begin = time.monotonic()
-        torch._dynamo.reset()
         failure, trial = "", None
         try:
             module = parallel(build(), mesh, form)
