@@ -34,6 +34,15 @@ def _of(kind: str, cls: str, inputs: Callable[[], dict[str, Any]], **options: An
     return make
 
 
+def _with_experts(implementation: str, make: Make) -> Make:
+    def changed(layers: int) -> tuple[nn.Module, dict[str, Any]]:
+        model, kwargs = make(layers)
+        model.set_experts_implementation(implementation)  # type: ignore[operator]
+        return model, kwargs
+
+    return changed
+
+
 def _text() -> dict[str, Any]:
     return {"input_ids": ids()}
 
@@ -90,6 +99,8 @@ MODELS: dict[str, Make] = {
     "gpt_oss": decoder("gpt_oss", head_dim=6, num_local_experts=5, num_experts_per_tok=2, sliding_window=5, **MOE),
     # experts beside one that all tokens see
     "qwen2_moe": decoder("qwen2_moe", num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=36, **EXPERTS),
+    # each token's own copy of its experts
+    "granitemoe": _with_experts("batched_mm", decoder("granitemoe", num_local_experts=5, num_experts_per_tok=2, **EXPERTS)),
     # a scan over the sequence
     "mamba": decoder("mamba", hidden_size=12, state_size=5, num_layers=2, expand=2, conv_kernel=3, time_step_rank=3),
     # gated convolutions between attentions
@@ -122,6 +133,7 @@ MODELS: dict[str, Make] = {
 NAMES = tuple(MODELS)
 
 REFUSED_MODELS: dict[str, Make] = {
+    "olmoe": _with_experts("eager", decoder("olmoe", num_experts=5, num_experts_per_tok=2, **EXPERTS)),
     "dbrx": decoder(
         "dbrx", d_model=24, n_heads=6, n_layers=2, max_seq_len=64,
         attn_config={"kv_n_heads": 3, "rope_theta": 1e4, "clip_qkv": 8.0},
@@ -133,6 +145,7 @@ REFUSED_MODELS: dict[str, Make] = {
 }  # fmt: skip
 REFUSED = {
     "bloom": "the backward of GeLUFunction",
+    "olmoe": "for expert_idx in expert_hit:`: what runs depends on the value",
     "dbrx": "for expert_idx in expert_hit:`: what runs depends on the value",
     "longformer": "if is_global_attn:`: what runs depends on the value",
     "rwkv": "changes in place: the parameter rwkv.blocks.0.attention.output.weight",
