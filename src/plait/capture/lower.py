@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from plait.capture.blocks import Blocks
 from plait.capture.call import Call
 from plait.capture.export import Export
+from plait.capture.refuse import traced_place
 from plait.capture.splice import Splice
 from plait.errors import CaptureError
 from plait.program import Mutation, Output, Program, Size, Weight, WeightKind
@@ -26,6 +29,7 @@ def lower(
     exported = export.program
     _refuse_other_changes(exported)
     _refuse_regions(exported.graph)
+    _refuse_sizes_of_values(exported.graph)
     weights = _Weights(model, exported, export.blocks)
     graph = fx.Graph()
     weights.write(graph)
@@ -247,16 +251,30 @@ def _refuse_other_changes(exported: ExportedProgram) -> None:
 def _refuse_regions(graph: fx.Graph) -> None:
     regions = [n for n in graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
     if regions:
-        found = ", ".join(f"{n.target} at {_last_line(n)}" for n in regions)
+        found = ", ".join(f"{n.target} at {traced_place(n)}" for n in regions)
         raise CaptureError(
             f"{found}: a graph within the graph is not supported; compute both cases and choose "
             "with torch.where, or write a loop of fixed length"
         )
 
 
-def _last_line(node: fx.Node) -> str:
-    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    return lines[-2].strip() if len(lines) > 1 else node.name
+def _refuse_sizes_of_values(graph: fx.Graph) -> None:
+    """Sizes that are known once a tensor's values are: no split, price or schedule can hold them."""
+    known: set[Any] = set()
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        new = free_unbacked_symbols(value) - known if isinstance(value, torch.Tensor) else set()
+        if new:
+            source = node.args[0] if node.target is operator.getitem else node
+            found[f"{source.target} at {traced_place(node)}"] = None
+            known |= new
+    if found:
+        raise CaptureError(
+            f"{', '.join(found)}: the size of the result depends on the values of a tensor, which is "
+            "not supported; keep the size and mask what does not count (torch.where), or pass it as "
+            "a Python number"
+        )
 
 
 def _sizes(call: Call, inputs: dict[int, fx.Node]) -> tuple[Size, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 
@@ -241,8 +241,15 @@ def user_place() -> str:
     return ""
 
 
+def traced_place(node: fx.Node) -> str:
+    """"file:line: `code`" of the innermost user's line that a node was traced from."""
+    lines = re.findall(r'File "(.+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
+    ours = [(name, int(line)) for name, line in lines if is_user_file(name)]
+    return _spell(*ours[-1]).rstrip(": ") if ours else node.name
+
+
 def is_user_file(name: str) -> bool:
-    return not name.startswith(OURS) and not name.startswith("<frozen") and "<eval" not in name
+    return not name.startswith((*OURS, "<frozen")) and "<eval" not in name
 
 
 def _spell(name: str, line: int) -> str:

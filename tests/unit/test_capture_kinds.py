@@ -1,0 +1,220 @@
+"""Capture by kinds: sizes that are values, hooks, checkpoints, casts, adapters, dynamic sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from plait.capture import capture
+from plait.errors import CaptureError
+from plait.program import Program, run_whole
+from tests.cases.blocks import Net, linear
+
+HERE = r"test_capture_kinds\.py:\d+"
+
+
+# -- graphs within the graph, and sizes that are values ------------------------------------------------
+
+
+class Conditional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        return torch.cond(y.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (y,))  # type: ignore[no-any-return]
+
+
+def test_cond_is_refused_by_name_and_line() -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture(Conditional(), (torch.randn(2, 3),))
+    text = str(caught.value)
+    assert "cond" in text
+    assert "return torch.cond(y.sum() > 0" in text
+    assert "test_capture_kinds.py" in text
+    assert "torch.where" in text
+
+
+class Nonzero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x.sum(-1).nonzero().squeeze(-1)] * 2
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x.sum(-1) > 0] * 2
+
+
+class Unique(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.unique(x).sum()
+
+
+class Sized(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.zeros(int(x.sum()), 4).sum()
+
+
+@pytest.mark.parametrize("kind", [Nonzero, Masked, Unique, Sized])
+def test_sizes_that_are_values_are_refused_by_line(kind: type[nn.Module]) -> None:
+    with pytest.raises(CaptureError, match=HERE) as caught:
+        capture(kind(), (torch.ones(2, 3),))
+    assert "u0" not in str(caught.value), "torch's name of a symbol, in a message for a user"
+    assert "where" in str(caught.value)
+
+
+# -- hooks, checkpoints, subclasses --------------------------------------------------------------------
+
+
+def test_every_hook_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model[0].register_forward_hook(lambda module, args, out: out + 1)
+    model[1].register_forward_pre_hook(lambda module, args: args)
+    with pytest.raises(CaptureError, match=r"hooks on 0 .*1 .*remove them"):
+        capture(model, (torch.randn(2, 3),))
+
+
+def test_hooks_of_the_backward_matter_in_training_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    model[0].weight.register_hook(lambda grad: grad * 2)
+    capture(model, (torch.randn(2, 3),))
+    with pytest.raises(CaptureError, match=r"0 .*0\.weight \(a hook on its gradient\)"):
+        capture(model, (torch.randn(2, 3),), training=True)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_refused_in_training(reentrant: bool) -> None:
+    def run(s: Net, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: s.up(y).relu(), x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    model, x = Net(run, up=linear(3, 4)), torch.randn(2, 3)
+    same(capture(model, (x,)), model, x)
+    with pytest.raises(CaptureError, match="checkpoints its activations.*training=False"):
+        capture(model, (x,), training=True)
+
+
+class Odd(torch.Tensor):
+    """A tensor subclass, as libraries of quantisation make them."""
+
+
+def test_weights_of_a_subclass_are_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(torch.randn(3, 3).as_subclass(Odd))
+    with pytest.raises(CaptureError, match=r"1\.weight \(.*\) are tensor subclasses.*dequantise"):
+        capture(model, (torch.randn(2, 3),))
+
+
+# -- what is captured as it is -------------------------------------------------------------------------
+
+
+def same(program: Program, model: nn.Module, *args: Tensor, **close: float) -> None:
+    with torch.no_grad():
+        got = run_whole(program, dict(model.state_dict(keep_vars=True)), args)
+        want = model(*args)
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, **close)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_autocast_region_keeps_its_casts(training: bool) -> None:
+    def run(s: Net, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = s.up(x).relu()
+            with torch.autocast("cpu", enabled=False):
+                y = s.mid(y.float())
+        return s.down(y).to(torch.float64)  # type: ignore[no-any-return]
+
+    model = Net(run, up=linear(5, 6), mid=linear(6, 6), down=linear(6, 3)).train(training)
+    x = torch.randn(2, 5)
+    program = capture(model, (x,), training=training)
+    values = [n.meta.get("val") for n in program.graph.nodes]
+    kinds = {v.dtype for v in values if isinstance(v, Tensor)}
+    assert torch.bfloat16 in kinds
+    same(program, model, x)
+
+
+class LowRank(nn.Module):
+    """W x + scale * B A x: an adapter of any library, in its plain form."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+        self.drop, self.scale, self.enabled = nn.Dropout(0.0), 2.0, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return y + self.scale * self.b(self.a(self.drop(x))) if self.enabled else y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_adapters_learn_and_their_base_does_not(enabled: bool) -> None:
+    model = nn.Sequential(LowRank(nn.Linear(5, 7), 2), nn.ReLU(), LowRank(nn.Linear(7, 3), 2))
+    model[0].enabled = enabled
+    program = capture(model, (x := torch.randn(2, 5),), training=True)
+    learning = {w.name for w in program.weights if w.requires_grad}
+    assert learning == {f"{i}.{m}.weight" for i in ((0, 2) if enabled else (2,)) for m in "ab"}
+    assert {w.name for w in program.unused} == (set() if enabled else {"0.a.weight", "0.b.weight"})
+    same(program, model, x)
+
+
+# -- dynamic sizes -------------------------------------------------------------------------------------
+
+
+def pooled(s: Net, x: Tensor, y: Tensor) -> Tensor:
+    return s.up(x).mean(1) + s.up(y).amax(1) + x.size(1)
+
+
+@pytest.mark.parametrize("b", [1, 2, 3])
+@pytest.mark.parametrize(("t", "u"), [(1, 4), (5, 2)])
+def test_one_program_for_every_size(b: int, t: int, u: int) -> None:
+    model = Net(pooled, up=linear(3, 4))
+    program = capture(
+        model,
+        (torch.randn(2, 7, 3), torch.randn(2, 4, 3)),
+        dynamic={"args": [{0: "b", 1: "t"}, {0: "b", 1: "u"}]},
+    )
+    assert {s.name for s in program.sizes} == {"b", "t", "u"}
+    same(program, model, torch.randn(b, t, 3), torch.randn(b, u, 3))
+
+
+def test_sizes_that_are_one_have_one_name() -> None:
+    def run(s: Net, x: Tensor, y: Tensor) -> Tensor:
+        return s.up(x) + s.up(y)  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=r"dynamic=: .*give them one name"):
+        capture(
+            Net(run, up=linear(3, 4)),
+            (torch.randn(5, 3), torch.randn(5, 3)),
+            dynamic={"args": [{0: "a"}, {0: "b"}]},
+        )
+
+
+def test_a_size_of_one_value_is_named_with_the_line_that_asks() -> None:
+    def run(s: Net, x: Tensor) -> Tensor:
+        return s.up(x) + torch.ones(5, 4)  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=rf"'rows' can only be 5 \(.*{HERE}"):
+        capture(Net(run, up=linear(3, 4)), (torch.randn(5, 3),), dynamic={"args": [{0: "rows"}]})
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "words"),
+    [
+        ({"y": {0: "b"}}, "forward is given no argument 'y'"),
+        ({"x": {4: "b"}}, "x has 2 dims, no dim 4"),
+        ({"x": {0: 3}}, "x: dim 0 is named 3, not by a string"),
+        ({"x": {0: "n", 1: "n"}}, "'n' is one size but 2 in .* 3 in"),
+    ],
+)
+def test_wrong_names_of_sizes(dynamic: dict[str, Any], words: str) -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x)
+
+    with pytest.raises(CaptureError, match=words):
+        capture(Named(), (torch.randn(2, 3),), dynamic=dynamic)
