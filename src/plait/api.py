@@ -90,6 +90,7 @@ def compile(
     one_piece = micro_batches == "auto" and mesh.pp == 1
     pieces = options.choice.winner.micro_batches if options.choice and one_piece else micro_batches
     staging = Staging.of(mesh, machine, group, pieces, schedule, outputs)
+    alone = replace(Transport.of(group), backward=agreement.backward)
     job = _Job(
         source=source,
         options=replace(
@@ -98,7 +99,7 @@ def compile(
             cluster=machine.subset(range(mesh.tp)) if machine.size >= mesh.tp else machine,
             overlap=overlap if mesh.pp == 1 else "off",  # a stage's cut may not fall into a region
         ),
-        transport=staging.transport if staging is not None else Transport.of(group),
+        transport=staging.transport if staging is not None else alone,
         agreement=agreement,
         device=place,
         saved=plan,

@@ -24,6 +24,8 @@ from plait.errors import RankError
 from plait.runtime import watch as watching
 from plait.runtime.processes import Crew, Ended, launch
 from plait.runtime.watch import Watch
+from tests.cases import CASES, Mesh
+from tests.gloo import prove
 from tests.gloo.harness import Pool
 
 LIMIT = 30.0  # seconds that a survivor may take
@@ -400,3 +402,76 @@ def test_gloo_closes_its_pairs_on_a_timeout() -> None:
         assert "pair closure" in pool.run(slow_receive, 2)[0]
     finally:
         pool.close()
+
+
+# --- the way back ------------------------------------------------------------------------------
+
+
+def backward(group: Any, mesh: str, how: str) -> str:
+    """Rank 1 fails in its backward pass, within the compiled module; what rank 0 raises."""
+    case = CASES["b43_chain_of_collectives"]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh.parse(mesh), group)
+    args, kwargs = setup.inputs()
+    loss = setup.loss(parts(*args, **kwargs))
+    if dist.get_rank(group) == 1:
+        # In a pipeline this rank has the last stage, from which rank 0 waits for gradients.
+        out = loss if Mesh.parse(mesh).pp > 1 else list(parts.parameters())[-1]
+        out.register_hook(lambda grad: FAILS[how](1))
+    try:
+        loss.backward()
+    except Exception as error:
+        if dist.get_rank(group) == 1:
+            time.sleep(6)  # it lives on while the other must raise
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+FAILS: dict[str, Callable[[int], None]] = {"raises": complain, "is killed": kill}
+
+
+@pytest.mark.parametrize(("mesh", "how"), [("tp2", "raises"), ("tp2", "is killed"), ("pp2", "is killed")])
+def test_a_failure_on_the_way_back_is_named(fresh: Pool, mesh: str, how: str) -> None:
+    survivor, culprit = fresh.ask(backward, 2, mesh, how)
+    assert isinstance(survivor, str), survivor.traceback
+    assert survivor.startswith("RankError: backward: rank 1 "), survivor
+    if how == "raises":
+        assert culprit == "ValueError: bad input on this rank"
+        assert "failed: its backward pass raised" in survivor
+    else:
+        assert culprit.kind == "Died"
+
+
+BACKWARD = """
+import sys, torch, torch.distributed as dist, plait
+from torch import nn
+from tests.gloo.prove import free
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+x = torch.randn(3, 8, requires_grad=True)
+compiled = plait.compile(model, (x,), tp=2, training=True, cluster=free(2))
+loss = compiled(x).sum()
+if dist.get_rank() == 1:
+    list(compiled.parameters())[-1].register_hook(lambda grad: 1 / 0)
+loss.backward()
+"""
+
+
+def test_an_uncaught_error_on_the_way_back_is_told_with_its_words(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(BACKWARD)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script)],
+            env=IMPORTS | shared | {"RANK": str(r), "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    errors = [child.communicate(timeout=START)[1] for child in children]
+    assert "RankError: backward: rank 1 failed: ZeroDivisionError: division by zero" in errors[0], (
+        "\n".join(errors)
+    )
+    assert [child.returncode for child in children] == [1, 1]

@@ -88,6 +88,23 @@ class Agreement:
     def guard(self, what: str) -> AbstractContextManager[None]:
         return self._watch.guard(what) if self._watch is not None else contextlib.nullcontext()
 
+    def backward(self) -> AbstractContextManager[None]:
+        """Around a part of a backward pass that waits for other ranks."""
+        return self._watch.backward() if self._watch is not None else contextlib.nullcontext()
+
+    def way_back(self, out: Any) -> None:
+        """A backward pass that comes back through `out` and does not end is told to the others."""
+        watch = self._watch
+        if watch is None or not torch.is_grad_enabled():
+            return
+
+        def enter(grad: Tensor) -> None:
+            watch.enter()
+
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(enter)
+
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
         """Local work that succeeds on all ranks or raises on all."""

@@ -112,7 +112,9 @@ class Compiled(nn.Module):
         agreement = self._agreement
         with agreement.guard(what), self._follower.casts_off():
             seed = agreement.seed() if executable.local.seeded else torch.zeros(0)
-            return (call or executable)(self._live(), leaves, seed)
+            out = (call or executable)(self._live(), leaves, seed)
+        agreement.way_back(out)
+        return out
 
     def _tell_gradients(self) -> None:
         """Torch's own clipping, scaler and optimizers learn which weights are not whole here."""

@@ -43,7 +43,7 @@ class Neighbour:
             status = _zombie_status(self.pid)
             if status is None and self._fd is not None:
                 status = _reaped_status(self._fd)
-            if status is not None or time.monotonic() > end:
+            if status is not None or time.monotonic() > end or not _state(self.pid):
                 return status
             time.sleep(_TICK)
 

@@ -9,6 +9,7 @@ connection, however it dies, and the kernel's keepalive closes the one to a host
     {"say": "come", "rank": 1, "round": 7, "what": "save", "value": ...}    to a meeting
     {"say": "failed", "rank": 1, "text": "ValueError: ..."}
     {"say": "left", "rank": 1, "ending": true}       goodbye, by a process that ends or one that goes on
+    {"say": "gone", "rank": 1}                       its process is over, without a fault
 
 The hub passes on what it hears. The first failure heard is the one that everybody names, since the
 others follow from it.
@@ -33,6 +34,7 @@ from plait.runtime.exits import Neighbour, describe
 Message = dict[str, Any]
 CONNECT = 30.0  # seconds for all to connect
 SEND = 5.0  # seconds that a peer which does not read may hold up a sender
+ENDING = 10.0  # seconds for a process that said goodbye to be over
 OBITUARY = 1.0  # seconds to look for the reason of a death
 
 
@@ -69,6 +71,7 @@ class Line:
         self.failure: Failure | None = None
         self.left: set[int] = set()
         self.ending: set[int] = set()
+        self.gone: set[int] = set()  # of these, whose process is over without a fault
         self.rounds: dict[int, dict[int, Message]] = {}
         self._peers: dict[socket.socket, int] = {}
         self._sending = threading.Lock()
@@ -126,6 +129,8 @@ class Line:
                 self.left.add(message["rank"])
                 if message["ending"]:
                     self.ending.add(message["rank"])
+            elif message["say"] == "gone":
+                self.gone.add(message["rank"])
             elif message["say"] == "come":
                 self.rounds.setdefault(message["round"], {})[message["rank"]] = message
             self.changed.notify_all()
@@ -169,10 +174,12 @@ class Line:
         if goodbye and rank not in self.ending:
             return
         neighbour = self._neighbours.get(rank)
-        status = neighbour.status(OBITUARY) if neighbour else None
+        patience = ENDING if goodbye else OBITUARY
+        status = neighbour.status(patience) if neighbour else None
         if status == 0 or (goodbye and status is None):
             if not goodbye:
                 self._hear({"say": "left", "rank": rank, "ending": True})
+            self._hear({"say": "gone", "rank": rank})
             return
         how = (
             describe(status)

@@ -131,7 +131,7 @@ class Beside(Transport):
     @classmethod
     def of(cls, transport: Transport, device: torch.device) -> Beside:  # type: ignore[override]
         t = transport
-        return cls(t.group, t.rank, t.size, under=t, on=line(device))
+        return cls(t.group, t.rank, t.size, backward=t.backward, under=t, on=line(device))
 
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         return self.start(step, x, cut, algorithm).wait()
@@ -215,7 +215,7 @@ def halves(
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: _Way, trip: _Trip) -> Tensor:
-        ctx.trip = trip
+        ctx.way, ctx.trip = way, trip
         trip.there = way.forward(x.detach())
         return x.new_empty(0)
 
@@ -224,7 +224,8 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None, None]:
         trip: _Trip = ctx.trip
         assert trip.back is not None, "the wait's backward comes first"
-        grad, trip.back = trip.back.wait(), None
+        with ctx.way.transport.backward():
+            grad, trip.back = trip.back.wait(), None
         return grad, None, None
 
 
@@ -239,5 +240,6 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.trip.back = ctx.way.backward(grad)
+        with ctx.way.transport.backward():
+            ctx.trip.back = ctx.way.backward(grad)
         return grad.new_empty(0), None, None

@@ -10,6 +10,8 @@ Rows travel along dim 0 of contiguous buffers, in order of rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,7 @@ class Transport:
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    backward: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, kw_only=True)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Transport:
@@ -170,4 +173,5 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         module = ctx.module
         c = module.site.conversion
-        return module.transport.run(c.backward, grad, c.cut, module.algorithms[1]), None
+        with module.transport.backward():
+            return module.transport.run(c.backward, grad, c.cut, module.algorithms[1]), None

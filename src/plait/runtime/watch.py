@@ -27,14 +27,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import Variable
 
 from plait.errors import RankError
-from plait.runtime.line import Door, Failure, Line, Member, open_hub, open_member
+from plait.runtime.line import ENDING, Door, Failure, Line, Member, open_hub, open_member
 
 log = logging.getLogger("plait")
 
 HEARSAY = 2.0  # seconds to hear which rank is behind an error that a collective raised here
 RELEASE = 5.0  # seconds for `release` to be done before the main thread goes on
+UNSAID = 2.0  # seconds for an exception of a backward pass to end the program
 LAST = 15.0  # seconds that a device kernel may wait for a failed rank before the process exits
 _TAG = 2**30 + 7  # of a message that nobody sends
 
@@ -51,6 +53,7 @@ class Watch:
         assert self._group is not None, "a watch needs a process group"
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._round = 0
+        self._pass = -1  # the backward pass that was seen last
         self._line = _connect(self._group)
         self._releaser = _Releaser(self._line, device)
         self.covers(self._group)
@@ -96,8 +99,11 @@ class Watch:
         self.check(what)
         try:
             yield
-        except RankError:
-            raise
+        except RankError as error:
+            cause = self._behind(error)
+            if cause is None:
+                raise
+            raise self._releaser.error(cause, what) from error
         except RuntimeError as error:  # what collectives raise, among much else
             cause = self._cause()
             if cause is not None:
@@ -107,6 +113,20 @@ class Watch:
         except BaseException as error:
             self.report_failure(error)
             raise
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """A guard within autograd's engine."""
+        self.enter()
+        with self.guard("backward"):
+            yield
+
+    def enter(self) -> None:
+        """Called in a backward pass: from now on the others are told if the pass does not end."""
+        task = torch._C._current_graph_task_id()
+        if task != self._pass:
+            self._pass = task
+            Variable._execution_engine.queue_callback(_Pass(self))  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
@@ -167,15 +187,49 @@ class Watch:
         """The failure of another rank behind an error here; waits a little to hear of it."""
         line = self._line
         self._hearsay()
+        with line.changed:  # a process that ends closes its connections before its status is known
+            line.changed.wait_for(lambda: line.failure or line.ending <= line.gone, ENDING + 1)
         if line.failure is not None or not line.left:
             return line.failure
         rank = min(line.left)
         return Failure(rank, line.name(rank, "ended while others worked"))
 
+    def _behind(self, error: RankError) -> Failure | None:
+        """The failure of a rank behind a broken collective whose own words do not name it."""
+        if error.__cause__ is None:  # not of a collective
+            return None
+        cause = self._cause()
+        return None if cause is None or cause.text in str(error) else cause
+
     def _hearsay(self) -> None:
         """Wait a little for the news of a failure."""
         with self._line.changed:
             self._line.changed.wait_for(lambda: self._line.failure, HEARSAY)
+
+
+class _Pass:
+    """One backward pass on this rank. The engine calls it at the end, and drops it otherwise.
+
+    What was raised is then on its way to the caller, out of our sight: a hook's error, say. If the
+    caller does not catch it, the process tells it as it ends; if it does, all that can be told
+    is that there was one.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.line, self.failed = watch._line, True
+
+    def __call__(self) -> None:
+        self.failed = False
+
+    def __del__(self) -> None:
+        if self.failed and self.line.failure is None:
+            timer = threading.Timer(UNSAID, self._tell)
+            timer.daemon = True
+            timer.start()
+
+    def _tell(self) -> None:
+        text = "failed: its backward pass raised an exception, which its program caught"
+        self.line.say("failed", text=self.line.name(self.line.rank, text))
 
 
 class _Releaser:
