@@ -76,7 +76,7 @@ def test_the_backward_of_dropout_uses_the_same_mask(pool: Pool) -> None:
 # -- train and eval -----------------------------------------------------------------------------
 
 
-def modes(group: Any, start: bool) -> dict[str, str]:
+def modes(group: Any, mesh: str, start: bool) -> dict[str, str]:
     """Compiled in one mode, used in the other and back."""
     case = CASES["b24_modes"]
     setup = case.setup()
@@ -84,7 +84,7 @@ def modes(group: Any, start: bool) -> dict[str, str]:
     evaluated = replace(setup, model=setup.model.eval())
     want = plain(evaluated, train=False).out
     setup.model.train(start)
-    parts = prove.compiled(case, setup, Mesh(2), group)
+    parts = prove.compiled(case, setup, Mesh.parse(mesh), group)
     assert parts.training is start
     (x,), _ = setup.inputs()
     if start:
@@ -105,8 +105,9 @@ def modes(group: Any, start: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("start", [True, False])
-def test_modes_switch(pool: Pool, start: bool) -> None:
-    prove.alike(pool.run(modes, 2, start))
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_modes_switch(pool: Pool, mesh: str, start: bool) -> None:
+    prove.alike(pool.run(modes, 2, mesh, start))
 
 
 def statistics(group: Any) -> dict[str, str]:

@@ -15,7 +15,7 @@ from torch import nn
 
 import plait
 from plait.errors import PlaitError
-from tests.cases import CASES, Mesh, Setup
+from tests.cases import CASES, Case, Mesh, Setup
 from tests.cases.order import Rotated
 from tests.compare import EXACT, demand, differences, digest, discrepancies, reference, within
 from tests.gloo import prove
@@ -92,6 +92,74 @@ def across(group: Any, name: str, folder: str) -> None:
 def test_a_folder_serves_any_mesh(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(written, 4, name, str(tmp_path))
     pool.run(across, 2, name, str(tmp_path))
+
+
+def one_mesh(group: Any, name: str, mesh: str, source: str, target: str) -> str:
+    """Reads a folder from the meta device, trains a step by step(), and writes another."""
+    case = CASES[name]
+    setup = case.setup(torch.float64)
+    plain = copy.deepcopy(setup.model)
+    plain.load_state_dict(load_file(Path(source) / "model.safetensors"), strict=False)
+    empty = on_meta(case, setup)
+    parts = prove.compiled(case, empty, Mesh.parse(mesh), group, weights=source)
+    demand(differences(dict(parts.state_dict()), dict(plain.state_dict()), "read", EXACT), about=mesh)
+    for module in (parts, plain):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        args, kwargs = setup.inputs()
+        if isinstance(module, plait.Compiled):
+            module.step(*args, loss_fn=setup.loss, **kwargs)
+        else:
+            setup.loss(module(*args, **kwargs)).backward()
+        optimizer.step()
+    state = dict(parts.state_dict())
+    demand(differences(state, dict(plain.state_dict()), "stepped", within(1e-9, 1e-11)), about=mesh)
+    again = prove.compiled(case, setup, Mesh.parse(mesh), group)
+    again.load_state_dict(state)
+    demand(differences(dict(again.state_dict()), state, "loaded", EXACT), about=mesh)
+    parts.save(target)
+    return digest(state)
+
+
+def on_meta(case: Case, setup: Setup) -> Setup:
+    """The model as its constructor makes it on the meta device: `.to("meta")` would untie weights."""
+    with torch.device("meta"):
+        return Setup(case.build().model.double(), setup.args, setup.kwargs, setup.loss)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["b14_tied_embedding_and_head", pytest.param("b31_tied_over_stages", marks=pytest.mark.full)],
+)
+def test_weights_move_between_meshes(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Of tied weights a file has one name, as Hugging Face writes them; every stage finds its own."""
+    state = dict(CASES[name].setup(torch.float64).model.state_dict())
+    del state["head.weight"]
+    kept = {k: v.clone() for k, v in state.items() if not k.startswith("mid.3")}
+    folders = [tmp_path / str(i) for i in range(5)]
+    folders[0].mkdir()
+    save_file(kept, folders[0] / "model.safetensors")
+    for i, mesh in enumerate(("tp2", "pp2", "tp2xpp2", "pp3")):
+        source, target = str(folders[i]), str(folders[i + 1])
+        seen = pool.run(one_mesh, Mesh.parse(mesh).size, name, mesh, source, target)
+        assert len(set(seen)) == 1
+
+
+def without_a_weight(group: Any, folder: str) -> None:
+    case = CASES["b14_tied_embedding_and_head"]
+    empty = on_meta(case, case.setup(torch.float64))
+    prove.compiled(case, empty, Mesh(1, dist.get_world_size(group)), group, weights=folder)
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_a_tied_weight_in_no_file_is_named_on_every_stage(
+    pool: Pool, tmp_path: Path, pp: int
+) -> None:
+    state = CASES["b14_tied_embedding_and_head"].setup().model.state_dict()
+    kept = {n: v for n, v in state.items() if n not in ("emb.weight", "head.weight")}
+    save_file(kept, tmp_path / "model.safetensors")
+    for failure in pool.errors(without_a_weight, pp, str(tmp_path)):
+        assert isinstance(failure.error, plait.errors.WeightError), failure.traceback
+        assert "emb.weight" in failure.message
 
 
 def written(group: Any, name: str, folder: str) -> None:
