@@ -87,9 +87,8 @@ class Stages:
 
     def homes(self) -> list[frozenset[str]]:
         """The weights, by node, that each stage may read."""
-        unused = {w.node for w in self.program.unused}
         held = [
-            frozenset(n for n, places in self.holders.items() if p in places) | (unused if p == 0 else set())
+            frozenset(n for n, places in self.holders.items() if p in places)
             for p in range(self.channel.pp)
         ]
         return [held[self.place(s)] for s in range(self.count)]
@@ -171,7 +170,7 @@ def stages(
         _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
     )
     return Stages(
-        pieces.full, made, _given(pieces), line, holders or _holders(made[0], line.pp), device, apart
+        pieces.full, made, _given(pieces), line, holders or _holders(made[0], pieces.full, line.pp), device, apart
     )
 
 
@@ -242,10 +241,13 @@ def _given(pieces: Pieces) -> tuple[Given, ...]:
     return tuple(out)
 
 
-def _holders(piece: Piece, pp: int) -> dict[str, tuple[int, ...]]:
-    """A weight that no stage reads (a buffer that is only written) is held by the first."""
+def _holders(piece: Piece, program: Program, pp: int) -> dict[str, tuple[int, ...]]:
+    """A weight that no stage reads is held by the first; a buffer that no operator reads, by all: in
+    another mode any stage may."""
     reads: dict[str, set[int]] = {s.weight.node: set() for s in piece.local.shares}
     for stage in piece.stages:
         for node in stage.weights:
             reads[node].add(stage.index % pp)
-    return {node: tuple(sorted(places)) or (0,) for node, places in reads.items()}
+    held = {node: tuple(sorted(places)) or (0,) for node, places in reads.items()}
+    idle = {w.node: (0,) if w.kind == "parameter" else tuple(range(pp)) for w in program.unused}
+    return held | idle

@@ -102,9 +102,9 @@ class Staging:
         return mine or staged.replay(program, chosen, options, self.wish)
 
     def places(self, first: Pipeline, device: torch.device) -> Places:
-        by_node = {s.weight.node: s.weight.name for s in first.local.shares}
+        weights = (*(s.weight for s in first.local.shares), *first.program.unused)
+        by_node = {w.node: w.name for w in weights}
         holders = {by_node[node]: places for node, places in first.holders.items()}
-        holders |= {w.name: (0,) for w in first.program.unused}
         return Places(self.channel, holders, device)
 
 
