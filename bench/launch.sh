@@ -8,6 +8,8 @@ for ((r = 0; r < ranks; r++)); do
   RANK=$r LOCAL_RANK=$r timeout -s KILL "$limit" python3 "$@" & pids+=($!)
 done
 failed=0
-for pid in "${pids[@]}"; do wait "$pid" || failed=$?; done
+for _ in "${pids[@]}"; do
+  wait -n "${pids[@]}" 2>/dev/null || { failed=$?; kill -KILL "${pids[@]}" 2>/dev/null; }
+done
 echo "exit $failed after ${SECONDS} s: $*"
 exit "$failed"

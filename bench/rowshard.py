@@ -39,7 +39,7 @@ from timing import capture, interleaved, spread, start
 from plait.runtime.copy_engine import Lane, Pulled
 from plait.runtime.kernels.exchange import Exchange
 from plait.runtime.kernels.norm import sum_norm
-from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
+from plait.runtime.pieces import Linear, Ring, finish, gather_matmul, matmul_scatter
 from plait.runtime.symmetric import Workspace
 
 
@@ -156,7 +156,7 @@ class Part:
     def end(self) -> None:
         self.compute.after(*self.pulled.events.values())
         if self.transfers and self.exchange is None:
-            self.ring.close(self.pulled)
+            self.ring.close(self.compute)
 
     def gathers(self, block: int) -> float:
         """The direct share of the gather before `block`; the last gather hides behind nothing."""
@@ -175,8 +175,7 @@ class Part:
             if pieces and block:
                 gather_matmul(
                     self.ring,
-                    model.first(block),
-                    work.into(block),
+                    [Linear(model.first(block), work.into(block))],
                     self.compute,
                     self.pulled,
                     self.gathers(block),

@@ -31,7 +31,7 @@ QUIET = {
 
 def run_ranks(ranks: int, nbytes: int, jobs: Sequence[Callable[..., None]]) -> None:
     """Each of `jobs` (workspace, device), functions of a module, in turn on every rank."""
-    os.environ.update(QUIET)
+    os.environ.update(QUIET if CUDA else QUIET | {"TRITON_INTERPRET": "1"})
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         barrier = context.Barrier(ranks)
@@ -43,10 +43,13 @@ def run_ranks(ranks: int, nbytes: int, jobs: Sequence[Callable[..., None]]) -> N
 def _on_host(
     rank: int, ranks: int, nbytes: int, folder: str, barrier: Any, jobs: Sequence[Any]
 ) -> None:
+    import torch.distributed as dist
+
     from plait.runtime.symmetric import HostSignals, Workspace
 
     torch.set_num_threads(1)
-    os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is imported
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     _interpret_in_place()
     for i, job in enumerate(jobs):
         barrier.wait(PATIENCE)
@@ -61,6 +64,8 @@ def _on_host(
             Workspace(arenas, rank, HostSignals(PATIENCE), partial(barrier.wait, PATIENCE)),
             torch.device("cpu"),
         )
+    barrier.wait(PATIENCE)
+    dist.destroy_process_group()
 
 
 def _on_devices(
@@ -80,8 +85,12 @@ def _on_devices(
         torch.cuda.synchronize()
         dist.barrier()
         if not rank:
-            print(f"{ranks} ranks, {job.__name__}: {time.monotonic() - begin:.1f} s", flush=True)
+            print(f"{ranks} ranks, {name(job)}: {time.monotonic() - begin:.1f} s", flush=True)
     dist.destroy_process_group()
+
+
+def name(job: Any) -> str:
+    return f"{job.func.__name__}{job.args}" if isinstance(job, partial) else str(job.__name__)
 
 
 def _interpret_in_place() -> None:

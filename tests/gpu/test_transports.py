@@ -170,7 +170,7 @@ def block(workspace: Any, device: torch.device) -> None:
 def one_block(workspace: Any, device: torch.device, read: float, push: float) -> None:
     """gather_matmul -> matmul_scatter -> finish, against the same on whole rows."""
     from plait.runtime.copy_engine import Lane, Pulled
-    from plait.runtime.pieces import Ring, finish, gather_matmul, matmul_scatter
+    from plait.runtime.pieces import Linear, Ring, finish, gather_matmul, matmul_scatter
 
     ranks, rank, rows, width, inner = workspace.ranks, workspace.rank, 52, WIDTHS[-1], 32
     bounds = [rows * r // ranks for r in range(ranks + 1)]
@@ -192,7 +192,8 @@ def one_block(workspace: Any, device: torch.device, read: float, push: float) ->
         residual.copy_(ring.rows.own)
         pulled = Pulled({}, {})
         for turn in range(2):
-            gather_matmul(ring, ups[rank], hidden, compute, pulled, push if turn else 0.0)
+            up = Linear(ups[rank], hidden)
+            gather_matmul(ring, [up], compute, pulled, push if turn else 0.0)
             pulled = matmul_scatter(ring, hidden, downs[rank], compute, read)
             pulled = finish(
                 ring,
@@ -209,7 +210,7 @@ def one_block(workspace: Any, device: torch.device, read: float, push: float) ->
             )
         compute.after(*pulled.events.values())
         result.copy_(ring.rows.buffer.local)
-        ring.close(pulled)
+        ring.close(compute)
         compute.after(*(lane.mark() for lane in ring.lanes()))
 
     repeat(step, device, 50)

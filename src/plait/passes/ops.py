@@ -150,3 +150,20 @@ def sum_terms(*terms: Tensor) -> Tensor:
     for term in terms[1:]:
         total = total + term
     return total.to(dtype)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """`* d -> * d`: the sum of `x` and `residual`, and its norm over d, as the separate operators do.
+
+    `kind`: "rms", "rms_rounded" (the row is rounded to its dtype before the weight), or "layer".
+    """
+    total = x if residual is None else residual + x
+    if kind == "layer":
+        return total, torch.nn.functional.layer_norm(total, weight.shape, weight, bias, eps)
+    wide = total.to(torch.float32)
+    rows = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if kind == "rms_rounded":
+        rows = rows.to(total.dtype)
+    return total, (weight * rows).to(total.dtype)

@@ -15,6 +15,7 @@ from plait.passes.overlap.flow import Edge, Flow
 from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.timeline import Machine
 from plait.passes.partition import Local
+from plait.plan import direct
 from plait.plan.plan import Overlapped, Plan
 
 
@@ -51,7 +52,7 @@ def decide(
 
 def again(flow: Flow, plan: Plan) -> dict[Region, Form]:
     """The regions that a plan cuts, in the same program."""
-    forms = {o.region: Form.parse(o.form) for o in plan.overlaps if o.form != "whole"}
+    forms = {o.region: Form.parse(o.form) for o in plan.overlaps if o.form != "whole" and not direct.direct(o.form)}
     if not forms:
         return {}
     known = {r.name: r for r in regions(flow, plan.tp)}

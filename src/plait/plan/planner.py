@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
@@ -12,17 +12,22 @@ import torch
 from torch import fx
 
 from plait.cluster import Cluster
+from plait.cluster.software import LAUNCH
 from plait.cost.comm import choose
 from plait.errors import PlanError
 from plait.passes.microbatch import Batch
+from plait.passes.norms import inside
 from plait.passes.overlap.chunks import Form
 from plait.passes.overlap.flow import Flow
 from plait.passes.overlap.regions import Region
 from plait.passes.overlap.weave import weave
 from plait.passes.partition import Local, Site, partition
-from plait.plan import overlaps
+from plait.passes.rings import find
+from plait.passes.rings import fixed as fixed_sizes
+from plait.plan import direct, overlaps
 from plait.plan import work as works
-from plait.plan.plan import Choice, Placed, Plan, program_digest
+from plait.plan.direct import Peers
+from plait.plan.plan import Choice, Overlapped, Placed, Plan, program_digest
 from plait.plan.prices import Collective, CostPrices, Rates
 from plait.plan.problem import Problem, build
 from plait.plan.sharding import solve
@@ -33,6 +38,10 @@ from plait.rules.layout import Strategy
 
 # The backend's own collective is kept unless another is cheaper by more than prices err.
 NOISE = 1.1
+# A split for direct moves is taken if it is predicted this much faster than the best blocking one.
+DIRECT_GAIN = 1.03
+# What a move by rows is taken to cost beside a matmul when such a split is looked for.
+BESIDE = 0.1
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,13 @@ class Laid:
     def work(self, batch: Batch | None = None) -> works.Work:
         return works.work(self.flow, self.problem, self.prices.rates, batch)
 
+    def seconds(self) -> Iterator[float]:
+        """Of every operator that runs by itself; the inside of a fused norm does not."""
+        for step in self.work().steps:
+            choice = self.problem.choices.get(step.node)
+            if choice is None or not self.prices.fused(choice, self.strategies[step.node]):
+                yield step.compute(1.0, self.prices.rates)
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -92,12 +108,19 @@ def lay(
     options: Options,
     fixed: Mapping[str, str] | None = None,
     description: Description | None = None,
+    beside: float = 1.0,
 ) -> Laid:
-    """The cheapest strategies; `fixed` holds weights to layouts that are already loaded."""
+    """The cheapest strategies; `fixed` holds weights to layouts that are already loaded.
+
+    `beside`: the part of a move by rows that is taken to be left where it stands at a matmul.
+    """
     description = description or describe(program, table())
     problem = build(program, description, options.tp)
     _hold(problem, fixed or {})
-    prices = CostPrices.of(problem, rates(options.cluster, program), collective(options))
+    options = _graphed(program, options)
+    norms = inside(program.graph) if graphed(program, options) else {}
+    prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
+    prices = replace(prices, beside=beside)
     strategies = solve(problem, prices).strategies
     grads = program.differentiable()
     return Laid(program, description, problem, strategies, grads, prices)
@@ -110,7 +133,31 @@ def make(
     laid: Laid | None = None,
 ) -> Planned:
     """The cheapest plan, or that of the strategies in `laid`."""
-    return _planned(laid or lay(program, options, fixed), options)
+    options = _graphed(program, options)
+    best = _planned(laid or lay(program, options, fixed), options)
+    if laid is not None or _peers(program, options) is None:
+        return best
+    rows = _planned(lay(program, options, fixed, beside=BESIDE), options)
+    margin = DIRECT_GAIN if direct.shares(best.plan.overlaps) else 1.0
+    return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else best
+
+
+def graphed(program: Program, options: Options) -> bool:
+    """Whether it runs as one CUDA graph, its norms as one kernel each."""
+    return options.cluster.device.kind == "cuda" and fixed_sizes(program)
+
+
+def _graphed(program: Program, options: Options) -> Options:
+    """In a graph nothing is launched from the host."""
+    if not graphed(program, options):
+        return options
+    return replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
+
+
+def _peers(program: Program, options: Options) -> Peers | None:
+    """Devices whose memory the moves may go through, where the user left the choice to us."""
+    free = options.overlap == "auto" and options.algorithm == "auto"
+    return Peers.of(options.cluster, options.tp) if free and fixed_sizes(program) else None
 
 
 def replay(program: Program, plan: Plan, options: Options) -> Planned:
@@ -198,7 +245,10 @@ def _planned(laid: Laid, options: Options) -> Planned:
     work = laid.work()
     rates = laid.prices.rates
     machine = overlaps.machine(options.cluster, options.tp, laid.prices.collective)
-    chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
+    listed = _direct(program, flow, placed, options)
+    chosen: dict[Region, Form] = {}
+    if not listed:
+        chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
     saved = sum(o.whole - o.seconds for o in listed)
     choices = laid.problem.choices.values()
     alone = sum(laid.prices.node(c, 0) for c in choices if not c.weight)
@@ -222,7 +272,7 @@ def _planned(laid: Laid, options: Options) -> Planned:
         whole={n.name: a.reason for n, a in laid.description.accesses.items() if a.reason},
         bytes_per_rank=tuple(_stored(first, r) for r in range(options.tp)),
         bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
-        seconds=sum(work.compute(1.0)) + sum(p.seconds for p in placed) - saved,
+        seconds=sum(laid.seconds()) + sum(p.seconds for p in placed) - saved,
         seconds_alone=alone,
         notes=program.notes,
         overlap=str(options.overlap),
@@ -231,6 +281,16 @@ def _planned(laid: Laid, options: Options) -> Planned:
         choice=options.choice if options.choice and options.choice.program == digest else None,
     )
     return Planned(plan, program, laid.description, strategies, laid.grads, chosen)
+
+
+def _direct(
+    program: Program, flow: Flow, placed: tuple[Placed, ...], options: Options
+) -> tuple[Overlapped, ...]:
+    peers = _peers(program, options)
+    if peers is None:
+        return ()
+    rank = partition(program, flow.description, flow.strategies, flow.grads, 0)
+    return direct.weigh(find(program, rank), {p.name: p.seconds for p in placed}, peers)
 
 
 def _place(site: Site, options: Options) -> list[Placed]:

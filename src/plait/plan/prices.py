@@ -9,15 +9,17 @@ conversion  the forward move's collective and, where gradients flow, the backwar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
+from torch import fx
 
+from plait.passes.norms import Norm
 from plait.plan.problem import Choice, Key, Problem
 from plait.rules.describe import Operand
-from plait.rules.equation import Dims, atoms
+from plait.rules.equation import Dims, Factor, atoms
 from plait.rules.layout import Strategy
 from plait.rules.moves import COLLECTIVES
 
@@ -55,14 +57,28 @@ class CostPrices:
     n: int
     largest_weight: float = 0.0  # bytes
     largest_value: float = 0.0  # bytes
+    beside: float = 1.0  # of a move by rows: what is left of it beside a matmul
+    norms: Mapping[fx.Node, Norm] = field(default_factory=dict)  # what runs as one kernel
+    columns: Mapping[fx.Node, Factor] = field(default_factory=dict)  # the last dim of what they norm
 
     @classmethod
-    def of(cls, problem: Problem, rates: Rates, collective: Collective) -> CostPrices:
+    def of(
+        cls,
+        problem: Problem,
+        rates: Rates,
+        collective: Collective,
+        norms: Mapping[fx.Node, Norm] | None = None,
+    ) -> CostPrices:
         weights, values = [0.0], [0.0]
         for choice in problem.choices.values():
             sizes = [bytes_of(d, t) for d, t in zip(choice.results, choice.dtypes, strict=True)]
             (weights if choice.weight else values).extend(sizes)
-        return cls(rates, collective, problem.n, max(weights), max(values))
+        columns = {
+            norm.x: problem.choices[norm.x].results[0][-1]
+            for norm in (norms or {}).values()
+            if norm.x in problem.choices
+        }
+        return cls(rates, collective, problem.n, max(weights), max(values), 1.0, norms or {}, columns)
 
     def node(self, choice: Choice, index: int) -> float:
         strategy = choice.strategies[index]
@@ -95,11 +111,21 @@ class CostPrices:
     def _work(self, choice: Choice, strategy: Strategy) -> float:
         access = choice.access
         assert access is not None
+        if self.fused(choice, strategy):
+            return 0.0  # in registers
         flops = sum(flops_of(letters, strategy) for letters in products_of(choice))
         nbytes = sum(bytes_of(o.dims, dtype_of(o)) * share_of(o.dims, strategy) for o in access.operands)
         for dims, dtype in zip(choice.results, choice.dtypes, strict=True):
             nbytes += bytes_of(dims, dtype) * share_of(dims, strategy)
         return max(flops / self.rates.flops, nbytes / self.rates.bandwidth)
+
+    def fused(self, choice: Choice, strategy: Strategy) -> bool:
+        """Whether it is the inside of a norm that runs as one kernel: whose statistic is not split."""
+        norm = self.norms.get(choice.node)
+        column = self.columns.get(norm.x) if norm is not None else None
+        if norm is None or column is None or choice.node is norm.last:
+            return False
+        return strategy.split is None or not strategy.split.touches(column)
 
     def _statistics(self, choice: Choice, strategy: Strategy) -> float:
         """The small reductions of a statistic over a split letter: two forward, two backward."""
@@ -123,7 +149,10 @@ class CostPrices:
         nbytes = bytes_of(choice.results[choice.index], choice.dtypes[choice.index])
         forward, backward = kinds
         dims = choice.results[choice.index]
-        copies = STRIDED_COPIES if _inner(a, dims) or _inner(b, dims) else COPIES
+        inner = _inner(a, dims) or _inner(b, dims)
+        if self.beside < 1 and not inner and _at_a_matmul(choice, forward):
+            return self.beside * self.collective(str(forward), nbytes)
+        copies = STRIDED_COPIES if inner else COPIES
         local = MOVE_LAUNCHES * self.rates.launch + copies * nbytes / self.rates.bandwidth
         price = 0.0 if (_kind(a), _kind(b)) == ("whole", "copied") else local
         if forward:
@@ -131,6 +160,14 @@ class CostPrices:
         if choice.grad:
             price += local + (self.collective(backward, nbytes) if backward else 0.0)
         return price
+
+
+def _at_a_matmul(choice: Choice, collective: str | None) -> bool:
+    """Whether a matmul makes the terms of a sum, or reads what is gathered."""
+    if collective == "reduce_scatter":
+        return bool(products_of(choice)) if choice.access is not None else False
+    readers = choice.node.users if collective == "all_gather" else ()
+    return any("linear" in str(user.target) or "mm" in str(user.target) for user in readers)
 
 
 def _inner(key: Key, dims: Dims) -> bool:

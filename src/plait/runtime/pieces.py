@@ -100,9 +100,9 @@ class Ring:
         with compute():
             self.released.wait()
 
-    def close(self, last: Pulled) -> None:
-        """After the last gather of a step."""
-        self.pulls.after(*last.events.values())
+    def close(self, compute: Lane) -> None:
+        """After the last use in a step: the peers may write here, and into what was pulled, again."""
+        self.pulls.after(compute.mark())
         with self.pulls():
             self.released.put()
 
@@ -123,19 +123,47 @@ class Ring:
         return collect(self.terms, self.collected, self.pulls, part, landed)
 
 
+@dataclass(frozen=True)
+class Linear:
+    """out = rows @ weight.T + bias, of any run of rows."""
+
+    weight: Tensor  # [o, i]
+    out: Tensor  # [t, o]
+    bias: Tensor | None = None
+
+    def __call__(self, rows: Tensor, first: int, last: int) -> None:
+        out = self.out[first:last]
+        if self.bias is None:
+            torch.mm(rows, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, rows, self.weight.t(), out=out)
+
+
 def gather_matmul(
-    ring: Ring, weight: Tensor, out: Tensor, compute: Lane, pulled: Pulled, direct: float = 0.0
+    ring: Ring, linears: Sequence[Linear], compute: Lane, pulled: Pulled, direct: float = 0.0
 ) -> None:
-    """out = rows @ weight.T in pieces; `pulled` is that of `ring.gather(direct)`."""
+    """Every one of `linears` of all rows in pieces; `pulled` is that of `ring.gather(direct)`."""
     rows = ring.rows
+
+    def run(first: int, last: int) -> None:
+        for linear in linears:
+            linear(rows.between(first, last), first, last)
+
     here = [(rows.bounds[rows.rank], rows.bounds[rows.rank + 1])]
     for first, last in merged(here + [ring.direct(rank, direct) for rank in rows.others]):
-        torch.mm(rows.between(first, last), weight.t(), out=out[first:last])
+        run(first, last)
     for rank in rows.others:
         first, last = ring.copied(rank, direct)
         if first < last:
             pulled.wait(compute, ring.near, rank)
-            torch.mm(rows.between(first, last), weight.t(), out=out[first:last])
+            run(first, last)
+
+
+def gathered(ring: Ring, compute: Lane, pulled: Pulled) -> Tensor:
+    """All rows, as soon as they are here, for readers that take them whole."""
+    for rank in ring.rows.others:
+        pulled.wait(compute, ring.near, rank)
+    return ring.rows.buffer.local
 
 
 def matmul_scatter(
@@ -145,39 +173,53 @@ def matmul_scatter(
     compute: Lane,
     direct: float = 0.0,
     *,
+    bias: Tensor | None = None,
     by_flag: bool = True,
 ) -> Pulled:
     """terms = x @ weight.T in pieces, each told to the owner of its rows; pulls the own rows' terms."""
     partials = ring.terms.partials
+    linear = Linear(weight, partials.buffer.local, bias)
     for rank in partials.others:
         first, last = ring.copied(rank, direct)
         if first < last:
-            torch.mm(x[first:last], weight.t(), out=partials.between(first, last))
+            linear(x[first:last], first, last)
             ring.put(compute, ring.collected, [rank])
     own = [(partials.bounds[partials.rank], partials.bounds[partials.rank + 1])]
     for first, last in merged(own + [ring.direct(rank, direct) for rank in partials.others]):
-        torch.mm(x[first:last], weight.t(), out=partials.between(first, last))
+        linear(x[first:last], first, last)
     return ring.collect(direct, by_flag=by_flag)
+
+
+def scattered(ring: Ring, terms: Tensor, compute: Lane) -> Pulled:
+    """As `matmul_scatter`, of terms that are there whole."""
+    ring.terms.partials.buffer.local.copy_(terms)
+    ring.put(compute, ring.collected)
+    return ring.collect()
 
 
 def finish(
     ring: Ring,
-    residual: Tensor,
-    weight: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
     bias: Tensor | None,
     compute: Lane,
     pulled: Pulled,
     *,
     eps: float,
     kind: Kind,
+    residual_out: Tensor | None = None,
+    term: Tensor | None = None,
+    rows_out: Tensor | None = None,
     read: float = 0.0,
     push: float = 0.0,
     by_flag: bool = True,
 ) -> Pulled:
-    """Sum the terms, add to `residual` in place, norm into the own rows, hand them on.
+    """Sum the terms, add `residual`, norm into the own rows, hand them on.
 
-    `read`: the direct share of the scatter before; `push`: that of the gather that follows, which is
-    returned and waited for `by_flag` or by event.
+    The sum stays in `residual_out`, or in place. `term`: summed instead of the ring's terms.
+    `rows_out`: written instead of the ring's rows, and then nothing is handed on. `read`: the direct
+    share of the scatter before; `push`: that of the gather that follows, which is returned and waited
+    for `by_flag` or by event.
     """
     from plait.runtime.kernels.norm import Handshake, Reach, sum_norm
 
@@ -200,21 +242,30 @@ def finish(
     )
     shaken = read or push or pulled.flags
     sum_norm(
-        ring.terms.sources(),
+        ring.terms.sources() if term is None else [term],
         residual,
         weight,
         bias,
         eps=eps,
         kind=kind,
-        residual_out=residual,
-        rows_out=rows.own,
+        residual_out=residual if residual_out is None else residual_out,
+        rows_out=rows.own if rows_out is None else rows_out,
         shake=shake if shaken else None,
         far=reach([partials.of(me, on=rank) for rank in everyone], read),
         push=reach([rows.of(me, on=rank) for rank in rows.others], push),
     )
+    if rows_out is not None:
+        return Pulled({}, {})
     if not push:
         ring.put(compute, ring.gathered)
     return ring.gather(push, by_flag=by_flag)
+
+
+def published(ring: Ring, rows: Tensor, compute: Lane) -> Pulled:
+    """Hand on rows that are made by other operators."""
+    ring.rows.own.copy_(rows)
+    ring.put(compute, ring.gathered)
+    return ring.gather()
 
 
 def merged(ranges: list[Range]) -> list[Range]:

@@ -40,6 +40,11 @@ class Transport:
             return cls(None, 0, 1)
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
+    @property
+    def captures(self) -> bool:
+        """Whether the group's collectives on CUDA can be captured in a graph."""
+        return self.group is None or "nccl" in str(dist.get_backend_config(self.group))
+
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         """One step on this rank; all ranks of the group run the same steps in the same order."""
         if step.collective is None:
@@ -71,10 +76,10 @@ class Transport:
                 return self._exchange(x, (self.rank + step.by) % self.size, back, cut, self.rank)
         raise AssertionError(step.action)
 
-    def all_reduce(self, x: Tensor, op: str, algorithm: str) -> Tensor:
-        return collectives.all_reduce(
-            x.contiguous().clone(), self.group, algorithm=algorithm, op=op
-        )
+    def all_reduce(self, x: Tensor, op: str, algorithm: str, fresh: bool = False) -> Tensor:
+        """`fresh`: nobody else reads `x`, so it may be summed in place."""
+        mine = x if fresh and x.is_contiguous() else x.contiguous().clone()
+        return collectives.all_reduce(mine, self.group, algorithm=algorithm, op=op)
 
     def _gather(self, x: Tensor, cut: Cut, algorithm: str) -> Tensor:
         rows = x.movedim(cut.dim, 0).contiguous()
@@ -145,15 +150,27 @@ class Still(Transport):
 class MoveModule(nn.Module):
     """A site of the partitioned graph, with its dual on the way back."""
 
-    def __init__(self, site: Site, transport: Transport, forward: str, backward: str):
+    def __init__(
+        self,
+        site: Site,
+        transport: Transport,
+        forward: str,
+        backward: str,
+        *,
+        fresh: bool = False,
+    ):
         super().__init__()
-        self.site, self.transport = site, transport
+        self.site, self.transport, self.fresh = site, transport, fresh
         self.algorithms = (forward, backward)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.site.grad and torch.is_grad_enabled() and x.requires_grad:
             return _Move.apply(x, self)  # type: ignore[no-any-return,no-untyped-call]
         c = self.site.conversion
+        if self.fresh and c.forward.action == "all_reduce" and not torch.is_grad_enabled():
+            if self.transport.size == 1:
+                return x
+            return self.transport.all_reduce(x, c.forward.op, self.algorithms[0], fresh=True)
         return self.transport.run(c.forward, x, c.cut, self.algorithms[0])
 
     def extra_repr(self) -> str:

@@ -1,0 +1,189 @@
+"""Rings: the moves of a rank's program that its ranks can do in each other's memory, and around what.
+
+A ring is a stream of rows [t, d] cut among the ranks in one way. Its events alternate:
+
+    gather    every rank's rows come to all         read by matmuls: own rows first, others as they come
+    scatter   terms of all rows go to their owners  made by a matmul: others' rows first, own rows last
+
+and alternating is what makes one buffer for each enough (runtime/pieces.py): whoever gathers has been
+heard of by everyone since the last scatter, and the other way round. A move that does not alternate is
+left to the group's collectives.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import fx
+
+from plait.passes import ops
+from plait.passes.norms import fuse
+from plait.passes.partition import Local, Site
+from plait.passes.trace import Spec, trace
+from plait.program import Program
+from plait.rules.moves import Cut, count
+
+aten = torch.ops.aten
+WIDEST = 16384  # elements of a row that one program of the kernels takes
+FEW = 128  # rows that the one-hop kernel takes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows bounds[r] to bounds[r + 1] of `width` elements belong to rank r."""
+
+    bounds: tuple[int, ...]
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.bounds[-1]
+
+    def nbytes(self, rank: int) -> int:
+        """Of one rank's rows."""
+        return (self.bounds[rank + 1] - self.bounds[rank]) * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Event:
+    """One move on a ring. `matmuls`: the readers of a gather, or the maker of a scatter's terms."""
+
+    kind: str  # gather | scatter
+    site: Site
+    node: fx.Node
+    matmuls: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Few:
+    """A sum of few rows over all ranks that every rank needs whole."""
+
+    site: Site
+    node: fx.Node
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is in one rank's program, with the specs of its values."""
+
+    rings: Mapping[Shape, tuple[Event, ...]]
+    few: tuple[Few, ...]
+    specs: Mapping[str, Spec] = field(repr=False)
+
+
+def find(program: Program, local: Local) -> Found:
+    """The rings of `local`, an inference program of fixed sizes, whose norms are made one node each."""
+    specs = dict(trace(local, feed(program, local), False))
+    fuse(local.graph, specs)
+    rings: dict[Shape, list[Event]] = {}
+    few = []
+    for node in local.graph.nodes:
+        site = local.sites.get(str(node.target)) if node.op == "call_module" else None
+        if site is None or site.of or site.grad:
+            continue
+        if (small := _few(site, node)) is not None:
+            few.append(small)
+        shape = _shape(site)
+        if shape is None:
+            continue
+        events = rings.setdefault(shape, [])
+        event = _event(site, node)
+        if not events or events[-1].kind != event.kind:
+            events.append(event)
+    return Found({s: tuple(e) for s, e in rings.items()}, tuple(few), specs)
+
+
+def feed(program: Program, local: Local) -> dict[str, Spec]:
+    """Shapes and dtypes of the placeholders on this rank."""
+    out: dict[str, Spec] = {}
+    for share in local.shares:
+        shape = list(share.weight.shape)
+        if share.cut is not None:
+            shape[share.cut.dim] = count(share.cut.rows[local.rank])
+        out[share.weight.node] = Spec(tuple(shape), share.weight.dtype, False)
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name not in out:
+            out[node.name] = Spec.of(node.meta["val"])
+    return out
+
+
+def fixed(program: Program) -> bool:
+    """Whether it is inference of one size, without random draws or state."""
+    values = (n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder")
+    whole = all(
+        isinstance(v, torch.Tensor) and all(isinstance(s, int) for s in v.shape) for v in values
+    )
+    return whole and not program.training and not program.sizes and not program.mutations
+
+
+def normed(node: fx.Node) -> fx.Node | None:
+    """The `add_norm` whose rows `node` are."""
+    if node.target is operator.getitem and node.args[1] == 1:
+        both = node.args[0]
+        if isinstance(both, fx.Node) and both.target is ops.add_norm:
+            return both
+    return None
+
+
+def only_norm(node: fx.Node) -> fx.Node | None:
+    """The `add_norm` that alone reads `node`, as its term."""
+    users = list(node.users)
+    if len(users) == 1 and users[0].target is ops.add_norm and users[0].args[0] is node:
+        return users[0]
+    return None
+
+
+def _event(site: Site, node: fx.Node) -> Event:
+    if site.conversion.forward.action == "gather":
+        readers = tuple(node.users)
+        mine = all(r.target is aten.linear.default and _early(r, node) for r in readers)
+        return Event("gather", site, node, readers if mine else ())
+    (maker,) = node.all_input_nodes
+    mine = maker.target is aten.linear.default and list(maker.users) == [node]
+    return Event("scatter", site, node, (maker,) if mine else ())
+
+
+def _early(matmul: fx.Node, x: fx.Node) -> bool:
+    """Whether it multiplies `x` by what stands at the head of the program."""
+    known = [a for a in matmul.args[1:] if isinstance(a, fx.Node)]
+    return matmul.args[0] is x and all(a.op == "placeholder" for a in known)
+
+
+def _shape(site: Site) -> Shape | None:
+    forward, cut = site.conversion.forward, site.conversion.cut
+    if forward.action not in ("gather", "reduce_scatter") or cut is None or forward.op != "sum":
+        return None
+    bounds, width = _bounds(cut), site.shape[-1]
+    outer, inner = site.shape[: cut.dim], site.shape[cut.dim + 1 : -1]
+    if bounds is None or cut.dim == len(site.shape) - 1 or prod(outer) != 1 or width > WIDEST:
+        return None
+    if not site.dtype.is_floating_point or site.dtype.itemsize not in (2, 4):
+        return None
+    return Shape(tuple(b * prod(inner) for b in bounds), width, site.dtype)
+
+
+def _bounds(cut: Cut) -> tuple[int, ...] | None:
+    """Where the ranks' rows begin, if each has one run of them, in the order of ranks."""
+    bounds = [0]
+    for rows in cut.rows:
+        if len(rows) != 1 or rows[0][0] != bounds[-1] or rows[0][1] <= rows[0][0]:
+            return None
+        bounds.append(rows[0][1])
+    return tuple(bounds) if bounds[-1] == cut.size and cut.disjoint else None
+
+
+def _few(site: Site, node: fx.Node) -> Few | None:
+    step = site.conversion.forward
+    if step.action != "all_reduce" or step.op != "sum" or not site.shape:
+        return None
+    rows, width = prod(site.shape[:-1]), site.shape[-1]
+    if not 0 < rows <= FEW or not 0 < width <= WIDEST or not site.dtype.is_floating_point:
+        return None
+    return Few(site, node, rows, width) if site.dtype.itemsize in (2, 4) else None

@@ -1,0 +1,404 @@
+"""Direct moves: a rank's program whose moves by rings and one-hop sums run in the peers' memory.
+
+`lower` replaces moves, and the operators around them, by modules over `runtime/pieces.py`:
+
+    linear -> reduce_scatter -> add_norm -> all_gather -> linear(s)
+    scatter  ──────────┐└──── finish ─────┘└────────── matmuls
+                     token               token
+
+A token stands for rows that are on their way (`Pulled`). What is not around a move is kept; a norm that
+no move reads or makes is one kernel too. A program opens its rings before the first event, so that
+nobody writes what a peer still reads from the step before, and closes them after the last.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from plait.passes import ops
+from plait.passes.norms import drop_unread
+from plait.passes.partition import Local, Site
+from plait.passes.rings import Event, Few, Found, normed, only_norm
+from plait.rules.moves import count
+from plait.runtime.copy_engine import Lane, Pulled
+from plait.runtime.pieces import (
+    Linear,
+    Ring,
+    finish,
+    gather_matmul,
+    gathered,
+    matmul_scatter,
+    published,
+    scattered,
+)
+from plait.runtime.symmetric import Workspace, bytes_for
+
+Shares = Mapping[str, float]  # site -> the part of its rows that kernels move (pieces.py)
+
+
+def nbytes(found: Found, chosen: Shares, ranks: int) -> int:
+    """What the workspace of a lowered program takes."""
+    total = 0
+    for shape, events in found.rings.items():
+        if any(e.site.name in chosen for e in events):
+            total += Ring.nbytes(shape.rows, shape.width, shape.dtype, ranks)
+    for few in slots(found, chosen):
+        total += bytes_for(((2, ranks, few.rows, few.width), few.site.dtype))
+    return total
+
+
+def slots(found: Found, chosen: Shares) -> list[Few]:
+    """The largest sum of each width and dtype: one set of slots serves all of them in turn."""
+    most: dict[Any, Few] = {}
+    for few in found.few:
+        key = (few.width, few.site.dtype)
+        if few.site.name in chosen and (key not in most or most[key].rows < few.rows):
+            most[key] = few
+    return list(most.values())
+
+
+def lower(local: Local, found: Found, chosen: Shares, workspace: Workspace) -> dict[str, nn.Module]:
+    """Rewrite the graph of `local`; the modules that it calls instead of the `chosen` sites."""
+    made: dict[str, nn.Module] = {}
+    for shape, events in found.rings.items():
+        mine = [e for e in events if e.site.name in chosen]
+        if mine:
+            assert all(a.kind != b.kind for a, b in pairwise(mine)), "gathers and scatters alternate"
+            ring = Ring.of(workspace, shape.bounds, shape.width, shape.dtype)
+            made |= _Lowering(local.graph, ring, mine, chosen, f"ring_{len(made)}").run()
+    made |= _few(local.graph, found, chosen, workspace)
+    drop_unread(local.graph)
+    workspace.ready()
+    return made
+
+
+def norms(graph: fx.Graph) -> None:
+    """The norms that are left, as one kernel each."""
+    for node in graph.nodes:
+        if node.target is ops.add_norm:
+            node.target = add_norm
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: Any
+) -> tuple[Tensor, Tensor]:
+    """`ops.add_norm` as one kernel."""
+    from plait.runtime.kernels.norm import sum_norm
+
+    x, rows = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x if residual is None else torch.empty_like(rows)
+    sum_norm(
+        [flat(x)],
+        None if residual is None else flat(residual.contiguous()),
+        weight,
+        bias,
+        eps=eps,
+        kind=kind,
+        residual_out=None if residual is None else flat(total),
+        rows_out=flat(rows),
+    )
+    return total, rows
+
+
+class Call(nn.Module):
+    """A function as a module of a graph."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+# -- rings ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Lowering:
+    """The events of one ring, in the order of the program."""
+
+    graph: fx.Graph
+    ring: Ring
+    events: list[Event]
+    shares: Shares
+    name: str
+    made: dict[str, nn.Module] = field(default_factory=dict)
+
+    def run(self) -> dict[str, nn.Module]:
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        first, tokens = self.graph.find_nodes(op="output")[0], set[fx.Node]()
+        for before, event, after in zip(
+            [None, *self.events], self.events, [*self.events[1:], None], strict=False
+        ):
+            if event.kind == "scatter":
+                begin = self._scatter(event, after, tokens)
+            else:
+                begin = self._gather(event, order[before.node] if before else -1, tokens, order)
+            first = begin if first.op == "output" else first
+        with self.graph.inserting_before(first):
+            self._call("open", _open, ())
+        with self.graph.inserting_before(self.graph.find_nodes(op="output")[0]):
+            self._call("close", _close, ())
+        return self.made
+
+    def _call(self, name: str, run: Callable[..., Any], args: Sequence[Any]) -> fx.Node:
+        target = f"{self.name}_{name}"
+        self.made[target] = Call(partial(run, self.ring))
+        return self.graph.call_module(target, tuple(args))
+
+    def _scatter(self, event: Event, after: Event | None, tokens: set[fx.Node]) -> fx.Node:
+        """Terms on their way to their owners, and their sum with the addition and norm that alone read it."""
+        name, share = event.site.name, self.shares[event.site.name]
+        with self.graph.inserting_before(event.node):
+            if event.matmuls:
+                x, weight, *bias = event.matmuls[0].args
+                piece = partial(_matmul_scatter, share=share)
+                token = self._call(f"{name}_matmul", piece, (x, weight, *bias))
+            else:
+                token = self._call(f"{name}_terms", _scattered, event.node.args)
+        norm = only_norm(event.node)
+        if norm is not None:
+            shape = own_shape(event.site, self.ring.rows.rank)
+            self._norm(f"{name}_sum", norm, token, after, tokens, shape, share)
+            self.graph.erase_node(event.node)
+        else:
+            with self.graph.inserting_before(event.node):
+                shape = own_shape(event.site, self.ring.rows.rank)
+                add = partial(_finish, shape=shape, kind="none", eps=0.0, read=share)
+                both = self._call(f"{name}_sum", add, (token, None, None, None))
+                self._swap(event.node, self.graph.call_function(operator.getitem, (both, 1)))
+        return token
+
+    def _norm(
+        self,
+        name: str,
+        norm: fx.Node,
+        source: fx.Node,
+        gather: Event | None,
+        tokens: set[fx.Node],
+        shape: tuple[int, ...] | None = None,
+        read: float = 0.0,
+    ) -> fx.Node:
+        """`norm` in the ring's kernel; its rows go on to `gather` if nobody else reads them."""
+        facts: tuple[Any, ...] = norm.args
+        _, residual, weight, bias, eps, kind = facts
+        rows = _item(norm, 1)
+        if rows is None or gather is None or list(rows.users) != [gather.node]:
+            gather = None
+        else:
+            tokens.add(rows)
+        push = self.shares[gather.site.name] if gather is not None else None
+        run = partial(_finish, shape=shape, kind=kind, eps=eps, read=read, push=push)
+        with self.graph.inserting_before(norm):
+            both = self._call(name, run, (source, residual, weight, bias))
+        self._swap(norm, both)
+        return both
+
+    def _gather(
+        self, event: Event, before: int, tokens: set[fx.Node], order: Mapping[fx.Node, int]
+    ) -> fx.Node:
+        name, share = event.site.name, self.shares[event.site.name]
+        (token,) = event.node.all_input_nodes
+        begin = token
+        if token not in tokens:
+            norm = normed(token)
+            if norm is not None and order[norm] > before and list(token.users) == [event.node]:
+                begin = self._norm(f"{name}_norm", norm, norm.args[0], event, tokens)  # type: ignore[arg-type]
+            else:
+                with self.graph.inserting_before(event.node):
+                    begin = token = self._call(f"{name}_rows", _published, (token,))
+        with self.graph.inserting_before(event.node):
+            if event.matmuls:
+                weights = [m.args[1:] for m in event.matmuls]
+                run = partial(_gather_matmul, shape=event.site.shape, share=share)
+                outs = self._call(f"{name}_matmul", run, (token, *weights))
+                for i, matmul in enumerate(event.matmuls):
+                    self._swap(matmul, self.graph.call_function(operator.getitem, (outs, i)))
+                self.graph.erase_node(event.node)
+            else:
+                whole = partial(_gathered, shape=event.site.shape)
+                self._swap(event.node, self._call(f"{name}_whole", whole, (token,)))
+        return begin
+
+    def _swap(self, old: fx.Node, new: fx.Node) -> None:
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)
+
+
+def own_shape(site: Site, rank: int) -> tuple[int, ...]:
+    """Of this rank's rows of the value that moves."""
+    shape, cut = list(site.shape), site.conversion.cut
+    assert cut is not None
+    shape[cut.dim] = count(cut.rows[rank])
+    return tuple(shape)
+
+
+def _item(node: fx.Node, index: int) -> fx.Node | None:
+    found = [u for u in node.users if u.target is operator.getitem and u.args[1] == index]
+    return found[0] if found else None
+
+
+# -- what runs; the first argument is the ring, the order is that of the current stream ---------------
+
+
+def _lane(ring: Ring) -> Lane:
+    return Lane.current(ring.rows.own.device)
+
+
+def _open(ring: Ring) -> None:
+    compute = _lane(ring)
+    for lane in ring.lanes():
+        lane.after(compute.mark())
+    ring.open(compute)
+
+
+def _close(ring: Ring) -> None:
+    compute = _lane(ring)
+    ring.close(compute)
+    compute.after(*(lane.mark() for lane in ring.lanes()))
+
+
+def _matmul_scatter(
+    ring: Ring, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, share: float
+) -> Pulled:
+    return matmul_scatter(ring, flat(x), weight, _lane(ring), share, bias=bias)
+
+
+def _scattered(ring: Ring, terms: Tensor) -> Pulled:
+    return scattered(ring, flat(terms), _lane(ring))
+
+
+def _finish(
+    ring: Ring,
+    source: Pulled | Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    shape: tuple[int, ...] | None,
+    kind: Any,
+    eps: float,
+    read: float = 0.0,
+    push: float | None = None,
+) -> tuple[Tensor | None, Pulled | Tensor]:
+    """(sum with the residual, its norm); the norm is a token where it is handed on by `push`."""
+    own = ring.rows.own
+    term = flat(source).contiguous() if isinstance(source, Tensor) else None
+    rows = torch.empty_like(own) if push is None else None
+    total = None if residual is None else torch.empty_like(own)
+    pulled = finish(
+        ring,
+        None if residual is None else flat(residual).contiguous(),
+        weight,
+        bias,
+        _lane(ring),
+        source if isinstance(source, Pulled) else Pulled({}, {}),
+        eps=eps,
+        kind=kind,
+        residual_out=total,
+        term=term,
+        rows_out=rows,
+        read=read,
+        push=push or 0.0,
+    )
+    if shape is None:
+        assert isinstance(source, Tensor)
+        shape = tuple(source.shape)
+    whole = None if total is None else total.view(shape)
+    return whole, pulled if rows is None else rows.view(shape)
+
+
+def _published(ring: Ring, rows: Tensor) -> Pulled:
+    return published(ring, flat(rows), _lane(ring))
+
+
+def _gather_matmul(
+    ring: Ring, token: Pulled, *weights: Sequence[Any], shape: tuple[int, ...], share: float
+) -> tuple[Tensor, ...]:
+    local = ring.rows.buffer.local
+    linears = [Linear(w, local.new_empty(local.shape[0], w.shape[0]), *bias) for w, *bias in weights]
+    gather_matmul(ring, linears, _lane(ring), token, share)
+    return tuple(linear.out.view(*shape[:-1], -1) for linear in linears)
+
+
+def _gathered(ring: Ring, token: Pulled, *, shape: tuple[int, ...]) -> Tensor:
+    """A copy: the next gather overwrites the ring's."""
+    return gathered(ring, _lane(ring), token).clone().view(shape)
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+# -- few rows ---------------------------------------------------------------------------------------
+
+
+def _few(
+    graph: fx.Graph, found: Found, chosen: Shares, workspace: Workspace
+) -> dict[str, nn.Module]:
+    """Sums of few rows with the addition and norm that alone read them: one kernel, one hop."""
+    from plait.runtime.kernels.oneshot import OneShot
+
+    shots = {
+        (few.width, few.site.dtype): OneShot(workspace, few.rows, few.width, few.site.dtype)
+        for few in slots(found, chosen)
+    }
+    made: dict[str, nn.Module] = {}
+    for few in found.few:
+        if few.site.name not in chosen:
+            continue
+        target, norm = f"{few.site.name}_few", only_norm(few.node)
+        shot = shots[few.width, few.site.dtype]
+        x, *_ = few.node.args
+        if norm is not None:
+            facts: tuple[Any, ...] = norm.args
+            old, index = norm, None
+        else:
+            facts = (None, None, None, None, 0.0, "none")
+            old, index = few.node, 1
+        _, *rest, eps, kind = facts
+        made[target] = Call(partial(_one_shot, shot, eps=eps, kind=kind))
+        with graph.inserting_before(old):
+            new = graph.call_module(target, (x, *rest))
+            if index is not None:
+                new = graph.call_function(operator.getitem, (new, index))
+        old.replace_all_uses_with(new)
+        graph.erase_node(old)
+        if norm is not None:
+            graph.erase_node(few.node)
+    return made
+
+
+def _one_shot(
+    shot: Any,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    kind: Any,
+) -> tuple[Tensor | None, Tensor]:
+    x = x.contiguous()
+    rows = torch.empty_like(x)
+    total = None if residual is None else torch.empty_like(x)
+    shot.all_reduce_norm(
+        flat(x),
+        None if residual is None else flat(residual).contiguous(),
+        weight,
+        bias,
+        eps=eps,
+        kind=kind,
+        residual_out=None if total is None else flat(total),
+        rows_out=flat(rows),
+    )
+    return total, rows

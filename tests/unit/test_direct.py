@@ -1,0 +1,133 @@
+"""Moves through the peers' memory: what is found in a program, what is chosen, and that a fault shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.capture import capture
+from plait.cluster import Cluster
+from plait.passes import norms, ops
+from plait.passes.rings import find
+from plait.plan import planner
+from plait.plan.direct import HOP, shares
+from plait.plan.plan import Plan
+from plait.program import Program, run_graph
+
+
+class Root(nn.Module):
+    """A root mean square norm, written out."""
+
+    def __init__(self, width: int, rounded: bool) -> None:
+        super().__init__()
+        self.scale, self.rounded = nn.Parameter(torch.rand(width) + 0.5), rounded
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        rows = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.scale * rows.to(x.dtype) if self.rounded else self.scale * rows
+
+
+class Half(nn.Module):
+    """Twice as large as the norm: not one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-5))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, inner: int, norm: Any) -> None:
+        super().__init__()
+        self.first, self.second = norm(width), norm(width)
+        self.up, self.gate = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down, self.out = nn.Linear(inner, width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        x = x + self.down(torch.relu(self.up(h)) * self.gate(h))
+        return x + self.out(self.second(x))
+
+
+def program(model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32) -> Program:
+    device = next(model.parameters()).device
+    x = torch.zeros(shape, dtype=dtype, device=device)
+    return capture(model, (x,), {}, dynamic=None, training=False)
+
+
+NORMS = {"layer": nn.LayerNorm, "rms_rounded": lambda w: Root(w, True), "rms": lambda w: Root(w, False)}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_and_the_addition_before_it_are_one_node(kind: str) -> None:
+    made = program(Layer(16, 48, NORMS[kind]), 1, 6, 16)
+    planned = planner.make(made, planner.Options(1, Cluster.of("loopback").subset([0])))
+    local = planned.local(0)
+    feed = {n.name: torch.randn(n.meta["val"].shape) for n in made.graph.nodes if n.op == "placeholder"}
+    before = run_graph(local.graph, feed, local.constants)
+    find(made, local)
+    fused = [n for n in local.graph.nodes if n.target is ops.add_norm]
+    assert [n.args[1] is not None for n in fused] == [False, True]
+    assert {"rms_rounded": "rms"}.get(kind, kind) in str({n.args[-1] for n in fused})
+    after = run_graph(local.graph, feed, local.constants)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_is_no_norm_is_left() -> None:
+    made = program(Layer(16, 48, Half), 1, 6, 16)
+    assert not norms.inside(made.graph)
+    assert len(norms.inside(program(Layer(16, 48, NORMS["rms"]), 1, 6, 16).graph)) >= 10
+
+
+@cache
+def wide(rows: int, overlap: str | int = "auto", cluster: str = "dgx-h200") -> planner.Planned:
+    """Two layers as wide as those of large models, on two devices."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer(8192, 7168, lambda w: Root(w, True)) for _ in range(2)))
+    made = program(model.to(torch.bfloat16), 1, rows, 8192, dtype=torch.bfloat16)
+    machine = Cluster.of(cluster).subset(range(2))
+    return planner.make(made, planner.Options(2, machine, overlap=overlap))
+
+
+def test_many_rows_are_cut_among_the_ranks_and_move_beside_matmuls() -> None:
+    planned = wide(8192)
+    found = find(planned.program, planned.local(0))
+    for events in found.rings.values():
+        assert all(a.kind != b.kind for a, b in pairwise(events))
+    (stream,) = (events for shape, events in found.rings.items() if shape.width == 8192)
+    assert [len(e.matmuls) for e in stream if e.kind == "scatter"] == [1, 1]
+    assert {e.site.name for e in stream} <= set(shares(planned.plan.overlaps))
+    assert planned.plan.seconds < wide(8192, "off").plan.seconds
+
+
+def test_few_rows_are_summed_in_one_hop() -> None:
+    forms = [o.form for o in wide(16).plan.overlaps]
+    assert HOP in forms, forms
+
+
+@pytest.mark.parametrize(
+    "asked", [(8192, "off", "dgx-h200"), (8192, 1, "dgx-h200"), (512, "auto", "loopback"), (8192, "auto", "pcie4")]
+)
+def test_nothing_is_direct_where_it_is_not_asked_for_or_cannot_be(asked: tuple[int, Any, str]) -> None:
+    rows, overlap, cluster = asked
+    assert not shares(wide(rows, overlap, cluster).plan.overlaps)
+
+
+def test_a_plan_keeps_what_is_direct() -> None:
+    planned = wide(8192)
+    read = Plan.from_json(planned.plan.to_json())
+    options = planner.Options(2, Cluster.of("dgx-h200").subset(range(2)))
+    again = planner.replay(planned.program, read, options)
+    assert shares(again.plan.overlaps) == shares(planned.plan.overlaps)
+    assert not again.chosen
+    stripped = planner.replay(planned.program, replace(read, overlaps=()), options)
+    assert not shares(stripped.plan.overlaps)
