@@ -132,10 +132,10 @@ def make(
     fixed: Mapping[str, str] | None = None,
     laid: Laid | None = None,
 ) -> Planned:
-    """The cheapest plan, or that of the strategies in `laid`."""
+    """The cheapest plan; `laid`: the strategies that are cheapest where every move blocks."""
     options = _graphed(program, options)
     best = _planned(laid or lay(program, options, fixed), options)
-    if laid is not None or _peers(program, options) is None:
+    if _peers(program, options) is None:
         return best
     rows = _planned(lay(program, options, fixed, beside=BESIDE), options)
     margin = DIRECT_GAIN if direct.shares(best.plan.overlaps) else 1.0
