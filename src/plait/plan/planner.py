@@ -108,17 +108,19 @@ def lay(
     options: Options,
     fixed: Mapping[str, str] | None = None,
     description: Description | None = None,
+    *,
+    fuse: bool = False,
     beside: float = 1.0,
 ) -> Laid:
     """The cheapest strategies; `fixed` holds weights to layouts that are already loaded.
 
-    `beside`: the part of a move by rows that is taken to be left where it stands at a matmul.
+    `fuse`: norms are one kernel each. `beside`: the part of a move by rows that is taken to be left
+    where it stands at a matmul.
     """
     description = description or describe(program, table())
     problem = build(program, description, options.tp)
     _hold(problem, fixed or {})
-    options = _graphed(program, options)
-    norms = inside(program.graph) if graphed(program, options) else {}
+    norms = inside(program.graph) if fuse else {}
     prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
     prices = replace(prices, beside=beside)
     strategies = solve(problem, prices).strategies
@@ -133,11 +135,14 @@ def make(
     laid: Laid | None = None,
 ) -> Planned:
     """The cheapest plan; `laid`: the strategies that are cheapest where every move blocks."""
-    options = _graphed(program, options)
-    best = _planned(laid or lay(program, options, fixed), options)
+    if not graphed(program, options):
+        return _planned(laid or lay(program, options, fixed), options)
+    # In a graph nothing is launched from the host, and norms are one kernel each.
+    options = replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
+    best = _planned(lay(program, options, fixed, fuse=True), options)
     if _peers(program, options) is None:
         return best
-    rows = _planned(lay(program, options, fixed, beside=BESIDE), options)
+    rows = _planned(lay(program, options, fixed, fuse=True, beside=BESIDE), options)
     margin = DIRECT_GAIN if direct.shares(best.plan.overlaps) else 1.0
     return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else best
 
@@ -145,13 +150,6 @@ def make(
 def graphed(program: Program, options: Options) -> bool:
     """Whether it runs as one CUDA graph, its norms as one kernel each."""
     return options.cluster.device.kind == "cuda" and fixed_sizes(program)
-
-
-def _graphed(program: Program, options: Options) -> Options:
-    """In a graph nothing is launched from the host."""
-    if not graphed(program, options):
-        return options
-    return replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
 
 
 def _peers(program: Program, options: Options) -> Peers | None:
