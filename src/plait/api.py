@@ -22,7 +22,7 @@ from plait.passes.microbatch import why_uncut
 from plait.passes.schedule import SCHEDULES
 from plait.plan import joint, overlaps, planner, staged
 from plait.plan.plan import Choice, Plan, program_digest
-from plait.plan.planner import Planned
+from plait.plan.planner import Held, Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
 from plait.runtime.compiled import Compiled, Holdings, Values, part_of
@@ -207,7 +207,7 @@ class _Job:
         fixed = None if first is None else layouts(first.local)
         return executable(self.plan(program, fixed), self.transport, self.device)
 
-    def plan(self, program: Program, fixed: Mapping[str, str] | None = None) -> Planned:
+    def plan(self, program: Program, fixed: Held | None = None) -> Planned:
         """Rank 0's plan on every rank; all ranks must have captured the same program."""
         self.agreement.same("compile", [f"program {program_digest(program)}"])
         if self.saved is not None and fixed is None:

@@ -35,6 +35,9 @@ from plait.program import Program
 from plait.rules.aten import table
 from plait.rules.describe import Description, describe
 from plait.rules.layout import Strategy
+from plait.rules.moves import Cut
+
+Held = Mapping[str, Cut | None]  # weights as they are loaded: node -> rows by rank, or whole
 
 # The backend's own collective is kept unless another is cheaper by more than prices err.
 NOISE = 1.1
@@ -106,7 +109,7 @@ class Planned:
 def lay(
     program: Program,
     options: Options,
-    fixed: Mapping[str, str] | None = None,
+    fixed: Held | None = None,
     description: Description | None = None,
     *,
     fuse: bool = False,
@@ -131,7 +134,7 @@ def lay(
 def make(
     program: Program,
     options: Options,
-    fixed: Mapping[str, str] | None = None,
+    fixed: Held | None = None,
     laid: Laid | None = None,
 ) -> Planned:
     """The cheapest plan; `laid`: the strategies that are cheapest where every move blocks."""
@@ -225,15 +228,19 @@ def pick(options: Options, kind: str, nbytes: float, site: str = "") -> tuple[st
     return best.algorithm, best.seconds
 
 
-def _hold(problem: Problem, fixed: Mapping[str, str]) -> None:
+def _hold(problem: Problem, fixed: Held) -> None:
+    """By the rows that ranks hold, for another program has other names for the same split."""
     for node, choice in problem.choices.items():
-        wanted = fixed.get(node.name) if choice.weight else None
-        if wanted is None:
+        if not choice.weight or node.name not in fixed:
             continue
-        others = {i for i, s in enumerate(choice.strategies) if str(s.split or "whole") != wanted}
-        if len(others) == len(choice.strategies):
-            raise PlanError(f"{node.name} is loaded as {wanted}, which this program cannot use")
-        problem.choices[node] = replace(choice, forbidden=frozenset(others))
+        wanted = fixed[node.name]
+        (dims,) = choice.results
+        cuts = [Cut.of(dims, s.split) if s.split else None for s in choice.strategies]
+        others = {i for i, cut in enumerate(cuts) if cut != wanted}
+        if len(others) == len(cuts):
+            held = "whole" if wanted is None else f"cut on dim {wanted.dim}: {wanted.rows}"
+            raise PlanError(f"{node.name} is loaded {held}, which this program cannot use")
+        problem.choices[node] = replace(choice, forbidden=frozenset(others), held=True)
 
 
 def _planned(laid: Laid, options: Options) -> Planned:

@@ -34,6 +34,7 @@ class Choice:
     weight: bool = False
     free: bool = False  # a constant or an input: no work
     forbidden: frozenset[int] = frozenset()
+    held: bool = False  # a weight that is loaded already, for another program
     index: int = 0  # which result a conversion is about
 
     def for_result(self, index: int) -> Choice:

@@ -22,7 +22,7 @@ from plait.passes.partition import Share, partition
 from plait.plan import joint, planner, stages
 from plait.plan.placement import Placement
 from plait.plan.plan import Candidate, Choice, Plan, Staged, program_digest
-from plait.plan.planner import Options, Planned
+from plait.plan.planner import Held, Options, Planned
 from plait.plan.stages import Cuts, Line
 from plait.program import Program
 from plait.rules.aten import table
@@ -63,7 +63,7 @@ def make(
     program: Program,
     options: Options,
     wish: Wish,
-    fixed: Mapping[str, str] | None = None,
+    fixed: Held | None = None,
     homes: Sequence[frozenset[str]] | None = None,
 ) -> Pieces:
     """The plan; `fixed`, `homes`: layouts of weights, and the weights of every stage, as loaded."""
@@ -80,7 +80,7 @@ def make(
     if best.recompute == "full":
         line = joint.recomputed(line)
     cuts = _cut(line, wish, options, best, program.training, homes)
-    layouts = {s.weight.node: str(s.layout.split or "whole") for s in _shares(planned)}
+    layouts = {s.weight.node: s.cut for s in _shares(planned)}
     rest = [planner.make(p, options, layouts) for p in _new_sizes(batch, others)]
     order = schedule.make(name, wish.pp, pieces, program.training)
     both = 1.0 + schedule.BACKWARD if program.training else 1.0

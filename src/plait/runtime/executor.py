@@ -21,7 +21,7 @@ from plait.passes.partition import Local
 from plait.plan.direct import shares
 from plait.plan.planner import Planned
 from plait.program import Program
-from plait.rules.moves import take
+from plait.rules.moves import Cut, take
 from plait.runtime import direct as lowering
 from plait.runtime.graphs import Replay
 from plait.runtime.streams import Beside, halves
@@ -228,6 +228,6 @@ def patterns_of(program: Program) -> tuple[Any, ...]:
     return tuple(out)
 
 
-def layouts(local: Local) -> dict[str, str]:
+def layouts(local: Local) -> dict[str, Cut | None]:
     """How every weight is held, by node: what another form of call must take as it is."""
-    return {s.weight.node: str(s.layout.split or "whole") for s in local.shares}
+    return {s.weight.node: s.cut for s in local.shares}
