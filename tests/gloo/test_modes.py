@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import plait
 from plait.errors import InputError, PlaitError
 from tests.cases import CASES, Mesh
-from tests.compare import demand, differences, digest, plain
+from tests.cases.case import Setup
+from tests.compare import demand, differences, digest, discrepancies, plain
 from tests.gloo import prove
 from tests.gloo.harness import Failure, Pool
 
@@ -108,6 +110,37 @@ def modes(group: Any, mesh: str, start: bool) -> dict[str, str]:
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
 def test_modes_switch(pool: Pool, mesh: str, start: bool) -> None:
     prove.alike(pool.run(modes, 2, mesh, start))
+
+
+class Sorted(torch.nn.Module):
+    """The way the weight is cut in eval mode is of no use in train mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(70, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight.sort(0).values if self.training else self.weight)
+
+
+def cut_for_one_mode(group: Any) -> None:
+    torch.manual_seed(0)
+    setup = Setup(Sorted().double().eval(), (torch.randn(1, 70, dtype=torch.float64),), {})
+    n = dist.get_world_size(group)
+    parts = plait.compile(
+        setup.model, setup.args, tp=n, training=True, group=group, cluster=prove.free(n)
+    )
+    assert dict(parts.named_parameters())["weight"].shape[0] < 70
+    for mode in (False, True, False):
+        setup.model.train(mode)
+        parts.train(mode)
+        parts.zero_grad()
+        demand(discrepancies(prove.run(parts, setup, True), plain(setup)), about=f"train({mode})")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_weights_cut_for_one_mode_are_gathered_in_another(pool: Pool, n: int) -> None:
+    pool.run(cut_for_one_mode, n)
 
 
 def statistics(group: Any) -> dict[str, str]:

@@ -298,7 +298,7 @@ def windows(spatial: int) -> Rule:
 
 
 def batch_norm(d: Describer, node: fx.Node) -> Access:
-    """`b c l, c, c, c, c -> b c l` by the statistics that were learned: all parallel."""
+    """`b c l, c, c, c, c -> b c l`: all parallel by learned statistics, b and l whole by its own."""
     bound = bind(node)
     operands = [d.operand(bound["input"])]
     names = ["b", "c", *[f"l{i}" for i in range(len(operands[0].dims) - 2)]]
@@ -309,8 +309,13 @@ def batch_norm(d: Describer, node: fx.Node) -> Access:
             operands.append(d.operand(bound[name]))
             binder.bind(["c"], operands[-1].dims)
     result = binder.result(names, d.sizes(node))
-    empty = tuple(d.fresh_dims(node, i) for i in range(1, outputs(node)))  # of this batch: none
-    return Access(tuple(operands), (result, *empty), binder.letters({}))
+    rest = range(1, outputs(node))
+    if not bound.get("training", False):
+        empty = tuple(d.fresh_dims(node, i) for i in rest)  # statistics of this batch: none
+        return Access(tuple(operands), (result, *empty), binder.letters({}))
+    of_channels = tuple(binder.result(["c"], d.sizes(node, i)) for i in rest)
+    own = {name: "whole" for name in names if name != "c"}
+    return Access(tuple(operands), (result, *of_channels), binder.letters(own))
 
 
 def cross_entropy(d: Describer, node: fx.Node) -> Access:
@@ -432,7 +437,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("dim", -1, "stat")),
     ("layer_norm.default",   layer_norm),
     ("group_norm.default",   group_norm),
-    ("_native_batch_norm_legit_no_training.default", batch_norm),
+    ("_native_batch_norm_legit_no_training.default _native_batch_norm_legit_functional.default", batch_norm),
     ("cross_entropy_loss.default", cross_entropy),
     ("_weight_norm.default", weight_norm),
     # reductions
