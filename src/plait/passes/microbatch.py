@@ -329,6 +329,7 @@ def _propagate(whole: Program, out: Program, d: Description, split: Split, k: in
         cut = not entry.path.endswith(WHOLE_COPY)
         sources[entry.node] = by_path[entry.path.removesuffix(WHOLE_COPY)], cut
     mode = _mode(nodes.values())
+    devices = [v.device for n in nodes.values() if isinstance(v := n.meta["val"], Tensor)]
     for node in out.graph.nodes:
         if node.op == "placeholder":
             source, is_cut = sources[node.name]
@@ -336,7 +337,10 @@ def _propagate(whole: Program, out: Program, d: Description, split: Split, k: in
             node.meta["val"] = _rows(value, d.dims[source][0], split, k) if is_cut else value
         elif node.op == "get_attr":
             value = out.constants[str(node.target)]
-            node.meta["val"] = mode.from_tensor(value) if mode is not None else value
+            if mode is not None:
+                value = mode.from_tensor(value, static_shapes=True)
+            # constants have values, and stand as if they were where the model is: on meta, too
+            node.meta["val"] = value.to(devices[0]) if devices else value
     propagate(out.graph)
 
 

@@ -76,12 +76,17 @@ class Laid:
     def flow(self) -> Flow:
         return Flow(self.program, self.description, self.strategies, self.grads)
 
-    def work(self, batch: Batch | None = None) -> works.Work:
+    @cached_property
+    def whole(self) -> works.Work:
+        """Of the whole batch."""
+        return self.work(None)
+
+    def work(self, batch: Batch | None) -> works.Work:
         return works.work(self.flow, self.problem, self.prices.rates, batch)
 
     def seconds(self) -> Iterator[float]:
         """Of every operator that runs by itself; the inside of a fused norm does not."""
-        for step in self.work().steps:
+        for step in self.whole.steps:
             choice = self.problem.choices.get(step.node)
             if choice is None or not self.prices.fused(choice, self.strategies[step.node]):
                 yield step.compute(1.0, self.prices.rates)
@@ -112,17 +117,21 @@ def lay(
     fixed: Held | None = None,
     description: Description | None = None,
     *,
+    like: Laid | None = None,
     fuse: bool = False,
     beside: float = 1.0,
 ) -> Laid:
     """The cheapest strategies; `fixed` holds weights to layouts that are already loaded.
 
-    `fuse`: norms are one kernel each. `beside`: the part of a move by rows that is taken to be left
-    where it stands at a matmul.
+    `like`: the same choices by other prices. `fuse`: norms are one kernel each. `beside`: the part
+    of a move by rows that is taken to be left where it stands at a matmul.
     """
-    description = description or describe(program, table())
-    problem = build(program, description, options.tp)
-    _hold(problem, fixed or {})
+    if like is not None:
+        description, problem = like.description, like.problem
+    else:
+        description = description or describe(program, table())
+        problem = build(program, description, options.tp)
+        _hold(problem, fixed or {})
     norms = inside(program.graph) if fuse else {}
     prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
     prices = replace(prices, beside=beside)
@@ -142,10 +151,11 @@ def make(
         return _planned(laid or lay(program, options, fixed), options)
     # In a graph nothing is launched from the host, and norms are one kernel each.
     options = replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
-    best = _planned(lay(program, options, fixed, fuse=True), options)
+    blocking = lay(program, options, fixed, like=laid, fuse=True)
+    best = _planned(blocking, options)
     if _peers(program, options) is None:
         return best
-    rows = _planned(lay(program, options, fixed, fuse=True, beside=BESIDE), options)
+    rows = _planned(lay(program, options, like=blocking, fuse=True, beside=BESIDE), options)
     margin = DIRECT_GAIN if direct.shares(best.plan.overlaps) else 1.0
     return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else best
 
@@ -247,10 +257,10 @@ def _planned(laid: Laid, options: Options) -> Planned:
     program, strategies, flow = laid.program, laid.strategies, laid.flow
     first = partition(program, laid.description, strategies, laid.grads, 0)
     placed = tuple(p for site in first.sites.values() for p in _place(site, options))
-    work = laid.work()
+    work = laid.whole
     rates = laid.prices.rates
     machine = overlaps.machine(options.cluster, options.tp, laid.prices.collective)
-    listed = _direct(program, flow, placed, options)
+    listed = _direct(program, first, placed, options)
     chosen: dict[Region, Form] = {}
     if not listed:
         chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
@@ -289,12 +299,11 @@ def _planned(laid: Laid, options: Options) -> Planned:
 
 
 def _direct(
-    program: Program, flow: Flow, placed: tuple[Placed, ...], options: Options
+    program: Program, rank: Local, placed: tuple[Placed, ...], options: Options
 ) -> tuple[Overlapped, ...]:
     peers = _peers(program, options)
     if peers is None:
         return ()
-    rank = partition(program, flow.description, flow.strategies, flow.grads, 0)
     return direct.weigh(find(program, rank), {p.name: p.seconds for p in placed}, peers)
 
 

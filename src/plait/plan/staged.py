@@ -75,7 +75,7 @@ def make(
     first, *others = _programs(program, description, batch)
     laid = planner.lay(first, options, fixed)
     planned = planner.make(first, options, laid=laid)
-    work = laid.work()
+    work = laid.whole
     line = work.line(1.0, planner.collective(options))
     if best.recompute == "full":
         line = joint.recomputed(line)

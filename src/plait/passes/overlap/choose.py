@@ -69,9 +69,16 @@ def choose(
             known[alike] = _best(flow, region, machine)
         if (c := known[alike]) is not None:
             best.append(replace(c, region=region))
+    ranked = sorted((c for c in best if c.gain > NOISE * c.whole), key=lambda c: -c.gain)
+    apart: list[Candidate] = []
+    for c in ranked:
+        if not _touches(c.region, (other.region for other in apart)):
+            apart.append(c)
+    if arranged(flow.program.graph, [c.region for c in apart]) is not None:
+        return {c.region: c.form for c in apart}, best
     chosen: dict[Region, Form] = {}
-    for c in sorted(best, key=lambda c: -c.gain):
-        if c.gain > NOISE * c.whole and _fits(flow, chosen, c.region):
+    for c in ranked:
+        if _fits(flow, chosen, c.region):
             chosen[c.region] = c.form
     return chosen, best
 
@@ -98,10 +105,14 @@ def _forced(
 
 def _fits(flow: Flow, chosen: Iterable[Region], region: Region) -> bool:
     taken = list(chosen)
-    mine = {e.key for e in region.sites}
-    if any(region.members & r.members or mine & {e.key for e in r.sites} for r in taken):
-        return False
-    return arranged(flow.program.graph, [*taken, region]) is not None
+    return (
+        not _touches(region, taken)
+        and arranged(flow.program.graph, [*taken, region]) is not None
+    )
+
+
+def _touches(region: Region, others: Iterable[Region]) -> bool:
+    return any(region.members & r.members or region.keys & r.keys for r in others)
 
 
 def signature(flow: Flow, region: Region) -> object:

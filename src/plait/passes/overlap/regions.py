@@ -49,6 +49,11 @@ class Region:
     def members(self) -> frozenset[fx.Node]:
         return frozenset(self.nodes)
 
+    @cached_property
+    def keys(self) -> frozenset[object]:
+        """Of its moves."""
+        return frozenset(e.key for e in self.sites)
+
     @property
     def most(self) -> int:
         """The greatest number of chunks."""
