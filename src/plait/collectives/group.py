@@ -93,6 +93,7 @@ class Communicator:
         self.rank, self.size = group.rank(), group.size()
         self.pool = Pool()
         self._calls = 0
+        self._ordered = False
         self._agreed: set[str] = set()
         self._proven: set[Schedule] = set()
         watched = self.size > 1 and self.backend("cpu") == "gloo"
@@ -124,6 +125,15 @@ class Communicator:
         with self._sentry.over(self._calls, what, limit):
             self._agree(what, device)
             yield
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Calls in it come in one order on all ranks, by a program that they share: no tokens."""
+        before, self._ordered = self._ordered, True
+        try:
+            yield
+        finally:
+            self._ordered = before
 
     def refuse(self, what: str, error: PlaitError) -> None:
         """This rank cannot take part in what would have been the next call."""
@@ -161,6 +171,8 @@ class Communicator:
 
         A rank gets one only from a neighbour that asks for the same.
         """
+        if self._ordered:
+            return
         wires = self._wires(torch.device("cpu"), signature)
         if self.size > 1 and isinstance(wires, TaggedWires):
             byte = torch.zeros(2, dtype=torch.uint8)

@@ -110,7 +110,7 @@ class Compiled(nn.Module):
         self, executable: Any, leaves: Sequence[Any], what: str, call: Callable[..., Any] | None = None
     ) -> Any:
         agreement = self._agreement
-        with agreement.guard(what), self._follower.casts_off():
+        with agreement.guard(what), self._transport.in_order(), self._follower.casts_off():
             seed = agreement.seed() if executable.local.seeded else torch.zeros(0)
             out = (call or executable)(self._live(), leaves, seed)
         agreement.way_back(out)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plait import collectives
+from plait.collectives.group import communicator
 from plait.passes.partition import Site
 from plait.rules.moves import Cut, Step, assemble, count, local, only_own, take, widen
 
@@ -44,6 +45,11 @@ class Transport:
     def captures(self) -> bool:
         """Whether the group's collectives on CUDA can be captured in a graph."""
         return self.group is None or "nccl" in str(dist.get_backend_config(self.group))
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Around a call of a program that all ranks share. The ways back come in whatever order the
+        user takes them."""
+        return nullcontext() if self.group is None else communicator(self.group).in_order()
 
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         """One step on this rank; all ranks of the group run the same steps in the same order."""

@@ -36,6 +36,7 @@ class Candidate:
     exposed: float
     whole: float  # seconds of the region in one piece
     hideable: float  # of it, seconds of transfers
+    shared: bool = False  # the cores that compute also carry the transfers
 
     @property
     def gain(self) -> float:
@@ -44,6 +45,8 @@ class Candidate:
     @property
     def reason(self) -> str:
         """Why it stays whole, where it does."""
+        if self.shared:
+            return "transfers take the cores that compute"
         work = self.whole - self.hideable
         if self.region.most < 2 * 128 and self.gain <= 0:
             return f"too few rows ({self.region.factor.size})"
@@ -69,6 +72,8 @@ def choose(
             known[alike] = _best(flow, region, machine)
         if (c := known[alike]) is not None:
             best.append(replace(c, region=region))
+    if machine.loses >= 1:  # what a prediction gains here is not there to be gained
+        return {}, [replace(c, shared=True) for c in best]
     ranked = sorted((c for c in best if c.gain > NOISE * c.whole), key=lambda c: -c.gain)
     apart: list[Candidate] = []
     for c in ranked:
