@@ -32,6 +32,7 @@ from plait.rules.moves import Cut, take
 from plait.rules.split import Split
 
 aten = torch.ops.aten
+MOST = 2**10  # pieces: a message between stages has room for as many numbers (runtime/channel.py)
 WHOLE_COPY = "__whole"  # ends the name of a second placeholder: the input with all its rows
 
 
@@ -57,12 +58,17 @@ class Batch:
     def rows(self, k: int) -> int:
         return self.split.bounds[k + 1] - self.split.bounds[k]
 
+    @property
+    def limit(self) -> str:
+        """Why there can be no more pieces, where these are as many as there can be."""
+        return f"no more than {MOST} are run" if self.pieces == MOST else "there are as many rows"
+
 
 def find(program: Program, d: Description, count: int) -> Batch | Uncut:
-    """The outermost factor of the inputs that can be cut into (at most) `count` pieces."""
+    """The outermost factor of the inputs that can be cut into (at most) `count` pieces, or MOST."""
     reasons = []
     for f in _candidates(program, d):
-        found = _cut(program, d, Split.even((f,), min(count, f.size)))
+        found = _cut(program, d, Split.even((f,), min(count, f.size, MOST)))
         if isinstance(found, Batch):
             return found
         reasons.append(found)
@@ -208,11 +214,13 @@ def _why(access: Access, split: Split, have: Sequence[Layout]) -> str:
 # -- the program of one piece ---------------------------------------------------------------------
 
 
-def piece(program: Program, d: Description, batch: Batch, k: int) -> Program:
+def piece(
+    program: Program, d: Description, batch: Batch, k: int, like: Program | None = None
+) -> Program:
     """The program of piece `k`: same nodes in the same order for every piece, smaller sizes.
 
     Its inputs are the rows of the piece; an input that is also needed whole comes once more, as
-    `name__whole`.
+    `name__whole`. `like`: a piece of as many rows, whose values have these sizes too.
     """
     emitter = _Piece(program, d, batch.strategies, program.differentiable(), k)
     local = emitter.run()
@@ -227,7 +235,11 @@ def piece(program: Program, d: Description, batch: Batch, k: int) -> Program:
     out = replace(
         program, graph=local.graph, inputs=tuple(inputs), constants=local.constants,
     )  # fmt: skip
-    _propagate(program, out, d, batch.split, k)
+    if like is None:
+        _propagate(program, out, d, batch.split, k)
+    else:
+        for node, other in zip(out.graph.nodes, like.graph.nodes, strict=True):
+            node.meta.update({"val": other.meta["val"]} if "val" in other.meta else {})
     return out
 
 

@@ -329,12 +329,12 @@ class _Search:
 
     def _notes(self) -> tuple[str, ...]:
         asked = self.ask.micro_batches
-        if isinstance(self._found, Uncut) and asked != 1 and any(m.pp > 1 for m in self.ask.meshes):
+        wanted = asked != 1 and (asked != "auto" or any(m.pp > 1 for m in self.ask.meshes))
+        if isinstance(self._found, Uncut) and wanted:
             return (f"micro_batches: 1 instead of {asked}: {self._found.reason}",)
         if isinstance(asked, int) and self.batch is not None and self.batch.pieces < asked:
-            return (
-                f"micro_batches: {self.batch.pieces} instead of {asked}: there are as many rows",
-            )
+            few = self.batch
+            return (f"micro_batches: {few.pieces} instead of {asked}: {few.limit}",)
         return ()
 
     # -- words -------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def make(
     choice = _choice(program, description, wish, options)
     best = choice.winner
     batch, pieces, name = _batch(program, description, best), best.micro_batches, best.schedule
-    first, *others = _programs(program, description, batch)
+    first, *others = _sizes(program, description, batch)
     laid = planner.lay(first, options, fixed)
     planned = planner.make(first, options, laid=laid)
     work = laid.whole
@@ -81,7 +81,7 @@ def make(
         line = joint.recomputed(line)
     cuts = _cut(line, wish, options, best, program.training, homes)
     layouts = {s.weight.node: s.cut for s in _shares(planned)}
-    rest = [planner.make(p, options, layouts) for p in _new_sizes(batch, others)]
+    rest = [planner.make(p, options, layouts) for p in others]
     order = schedule.make(name, wish.pp, pieces, program.training)
     both = 1.0 + schedule.BACKWARD if program.training else 1.0
     staged = Staged(
@@ -207,20 +207,26 @@ def _batch(program: Program, d: Description, best: Candidate) -> Batch | None:
     return found
 
 
-def _programs(program: Program, d: Description, batch: Batch | None) -> list[Program]:
+def _sizes(program: Program, d: Description, batch: Batch | None) -> list[Program]:
+    """The first piece of every number of rows."""
     if batch is None:
         return [program]
-    return [microbatch.piece(program, d, batch, k) for k in range(batch.pieces)]
+    firsts: dict[int, int] = {}
+    for k in range(batch.pieces):
+        firsts.setdefault(batch.rows(k), k)
+    return [microbatch.piece(program, d, batch, k) for k in firsts.values()]
 
 
-def _new_sizes(batch: Batch | None, others: Sequence[Program]) -> list[Program]:
-    """The first program of every size that the first piece does not have."""
-    seen: dict[int, Program] = {}
-    for k, program in enumerate(others, 1):
-        assert batch is not None
-        if batch.rows(k) != batch.rows(0):
-            seen.setdefault(batch.rows(k), program)
-    return list(seen.values())
+def _programs(program: Program, d: Description, batch: Batch | None) -> list[Program]:
+    """All pieces; values of one number of rows are sized once."""
+    if batch is None:
+        return [program]
+    first: dict[int, Program] = {}
+    out = []
+    for k in range(batch.pieces):
+        out.append(microbatch.piece(program, d, batch, k, first.get(batch.rows(k))))
+        first.setdefault(batch.rows(k), out[-1])
+    return out
 
 
 def _shares(planned: Planned) -> tuple[Share, ...]:

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.passes.microbatch import MOST
 from plait.passes.trace import Spec
 
 VALUE, GRADIENT, OUTPUT, SUM, TOTAL, BUFFER, WHOLE = range(7)
-_WHICH, _PIECE = 2**16, 2**10  # values of a kind, and micro-batches, that a 32-bit tag can number
+_WHICH, _PIECE = 2**16, MOST  # values of a kind, and micro-batches, that a 32-bit tag can number
 NEVER = 2**62  # later than every action
 
 
