@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+from plait.capture import capture
+from plait.cluster import Cluster
 from plait.errors import ScheduleError
+from plait.mesh import Mesh
 from plait.passes import schedule
+from plait.passes.microbatch import MOST
+from plait.plan.joint import Ask, search
+from plait.plan.planner import Options
+from plait.runtime import channel
+from plait.runtime.channel import Channel
 
 
 @pytest.mark.parametrize("name", schedule.SCHEDULES)
@@ -61,3 +71,15 @@ def test_a_schedule_that_stops_names_who_waits() -> None:
 def test_a_missing_action_is_named() -> None:
     with pytest.raises(ScheduleError, match="1B0 is missing"):
         schedule.parse("0F0 0B0\n1F0", 2)
+
+
+def test_no_more_micro_batches_than_messages_are_numbered_by() -> None:
+    """They are lowered and said, and the last message of all still has a number."""
+    x = torch.zeros(MOST + 3, 2)
+    program = capture(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), (x,))
+    machine = Cluster.of("dgx-h100").subset(range(2))
+    ask = Ask((Mesh(1, 2),), machine, Options(1, machine), micro_batches=MOST + 3)
+    found = search(program, ask).choice
+    assert found.winner.micro_batches == MOST
+    assert found.notes == (f"micro_batches: {MOST} instead of {MOST + 3}: no more than {MOST} are run",)
+    assert 0 < Channel.tag(channel.WHOLE, channel._WHICH - 1, MOST - 1) < 2**31

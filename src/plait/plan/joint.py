@@ -193,7 +193,7 @@ class _Search:
             group = self._group(placement)
             for pieces in self._counts(mesh):
                 for name in self.ask.schedules if self.program.training else ("gpipe",):
-                    if mesh.pp == 1 and schedule.STAGES_A_PLACE[name] > 1:
+                    if mesh.pp == 1 and schedule.STAGES_A_PLACE[name] > 1 < len(self.ask.schedules):
                         continue
                     for recompute in self.ask.recompute if self.program.training else ("off",):
                         whole = group.line(self._share(pieces), recompute == "full").work[-1]
