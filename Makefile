@@ -23,10 +23,10 @@ lint: install
 	$(BIN)/mypy
 
 unit: install
-	$(PYTEST) tests/unit -m "not full and not gpu" --thin 16 -q
+	$(PYTEST) tests/unit -m "not full and not gpu" --thin 32 -q
 
 gloo: install
-	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 8 -q
+	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 12 -q
 
 install: $(VENV)/installed
 

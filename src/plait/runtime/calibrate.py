@@ -19,7 +19,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
 from scipy.optimize import least_squares
 
 from plait.cluster import Cluster, Device, Protocol
@@ -152,17 +155,20 @@ def _worker(out: str, seconds: float) -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
     jobs = [(s, size) for s in spellings(n) for size in SIZES]
     samples: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
-    deadline = time.perf_counter() + seconds
-    for turn in range(_ROUNDS + 1):  # the first warms up
-        for job in jobs:
-            took = torch.tensor(_once(*job))
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            if turn:
-                samples[job].append(float(took))
-        enough = torch.tensor(float(time.perf_counter() > deadline))
-        dist.all_reduce(enough)
-        if float(enough) and turn:
-            break
+    begin = time.perf_counter()
+    with _bar(rank) as show:
+        for turn in range(_ROUNDS + 1):  # the first warms up
+            for i, job in enumerate(jobs):
+                took = torch.tensor(_once(*job))
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                if turn:
+                    samples[job].append(float(took))
+                passed = (time.perf_counter() - begin) / seconds
+                show(max(passed, (turn + i / len(jobs)) / (_ROUNDS + 1)))
+            enough = torch.tensor(float(passed > 1))
+            dist.all_reduce(enough)
+            if float(enough) and turn:
+                break
     if rank == 0:
         rows = [
             Measured(spelling, size, statistics.median(found))
@@ -170,6 +176,15 @@ def _worker(out: str, seconds: float) -> None:
         ]
         Path(out).write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
+
+
+@contextmanager
+def _bar(rank: int) -> Iterator[Callable[[float], None]]:
+    """Takes the part that is done; rank 0 shows it."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=rank != 0) as progress:
+        task = progress.add_task("measuring", total=1.0)
+        yield lambda done: progress.update(task, completed=min(done, 1.0))
 
 
 def spellings(n: int) -> list[str]:
