@@ -64,9 +64,14 @@ def compile(
 ) -> Compiled:
     """An unmodified model, split over the ranks of `group`; called as the model is called.
 
-    `args` and `kwargs` are example inputs, the same on every rank. Raises a `PlaitError` on every
-    rank: CaptureError (the model cannot be captured), MeshError (tp, pp, dp do not fit the ranks),
-    WeightError (weights missing, extra or mis-shaped), InputError (ranks pass different inputs).
+    `args`, `kwargs`: example inputs, the same on every rank. `tp`, `pp`, `dp`: ranks by axis, together the
+    group's; "auto" by predicted time. `cluster`: the machine to plan for, as `plait clusters` spells it;
+    None: the one at hand, by what `plait calibrate` measured unless `measure=False`. `dynamic`:
+    `{"input_ids": {0: "batch"}}`, sizes that one program serves. `weights`: a safetensors file or folder for a
+    model on meta. `plan`: a saved one. `objective`: "latency" or "throughput". `algorithm`: "auto", one name, or
+    `{site: name}`. `overlap`: "auto", "off" or a number of chunks. `micro_batches`, `schedule`, `outputs` ("all"
+    or "last"): of a pipeline. `deterministic`: no algorithm that orders its sums by itself. Raises on every
+    rank: CaptureError, MeshError, PlanError (does not fit the memory), WeightError, InputError, NotYetError.
     """
     refuse_what_is_coming(dp=dp, recompute=recompute)
     overlaps.check(overlap)
@@ -84,7 +89,7 @@ def compile(
         follower = Follower.of(model, program, ambient, place)
     folded = follower.state.facts.contents
     agreement.same("compile", [f"{name}: {folded[name]}" for name in sorted(folded)])
-    machine = Cluster.of(cluster)
+    machine = Cluster.of(cluster, measured=measure)
     options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)
     schedules = joint.allowed(schedule, joint.RUNS)
     ask = joint.Ask(meshes, machine, options, micro_batches, schedules, outputs=outputs)

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.cluster.stored import cache_folder
 from plait.errors import InputError
 from plait.runtime.checkpoint import Checkpoint, Spec, write
 from plait.runtime.rebuild import parameters_on_meta
@@ -113,11 +113,6 @@ def converted(source: Path, say: Callable[[str], None]) -> Path:
         transformers.AutoTokenizer.from_pretrained(place, **where).save_pretrained(target)
     (target / _MARK).touch()
     return target
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "plait"
 
 
 def _class(config: Any) -> Any:

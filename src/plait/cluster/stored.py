@@ -1,6 +1,7 @@
 """Calibrations: what a machine measured of itself, kept in the user's cache and found again.
 
-    ~/.cache/plait/calibration.json    date, host, torch, method, rows, constants, fit error
+    CACHE/plait/calibration.json    CACHE is XDG_CACHE_HOME or ~/.cache
+    date, host, torch, method, rows, constants, fit error
 
 Nothing but `detect` reads it, and it says so in the cluster's `source`.
 """
@@ -8,6 +9,7 @@ Nothing but `detect` reads it, and it says so in the cluster's `source`.
 from __future__ import annotations
 
 import json
+import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,8 +64,13 @@ class Calibration:
         return Calibration(**data)
 
 
+def cache_folder() -> Path:
+    """Where this user's caches are: what was measured here, and what was converted (fetch.py)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plait"
+
+
 def path() -> Path:
-    return Path.home() / ".cache" / "plait" / "calibration.json"
+    return cache_folder() / "calibration.json"
 
 
 def store(calibration: Calibration, where: Path | None = None) -> Path:

@@ -220,14 +220,15 @@ class Cluster:
         return make(name, devices)
 
     @staticmethod
-    def of(spec: Cluster | str | None) -> Cluster:
-        """What the `cluster=` of the public calls means: a Cluster, a spelling, or this machine."""
+    def of(spec: Cluster | str | None, measured: bool = True) -> Cluster:
+        """What the `cluster=` of the public calls means: a Cluster, a spelling, or this machine
+        (as a calibration `measured` it, if there is one)."""
         if isinstance(spec, Cluster):
             return spec
         if spec is None:
             from plait.cluster.presets import detect
 
-            return detect()
+            return detect(measured)
         return Cluster.parse(spec)
 
     def to_json(self) -> str:

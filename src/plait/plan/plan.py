@@ -88,6 +88,10 @@ class Staged:
     strategies: tuple[Mapping[str, str], ...] = ()
     memory: tuple[float, ...] = ()  # bytes of a rank of every stage, at most
 
+    def __str__(self) -> str:
+        cuts = f", cut before {', '.join(self.firsts)}" if self.firsts else ""
+        return f"{self.schedule} with {len(self.rows) or 1} micro-batches{cuts}"
+
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Staged:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})  # type: ignore[arg-type]
@@ -116,6 +120,11 @@ class Candidate:
     stages: tuple[float, ...] = ()  # seconds of one micro-batch in each, sends included
 
     @property
+    def spent(self) -> dict[str, float]:
+        """The parts that are more than what adding up many numbers leaves."""
+        return {k: v for k, v in self.parts.items() if abs(v) > 1e-9 * self.seconds}
+
+    @property
     def name(self) -> str:
         """`tp=4 pp=2 dp=1 1f1b[8]`, the number of micro-batches in brackets."""
         again = " recomputed" if self.recompute != "off" else ""
@@ -123,9 +132,9 @@ class Candidate:
         return f"{mesh} {self.schedule}[{self.micro_batches}]{again}"
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{k} {v * 1e3:.4g}" for k, v in self.parts.items() if v)
+        parts = ", ".join(f"{k} {v * 1e3:.4g}" for k, v in self.spent.items())
         gib = self.memory / 2**30
-        return f"{self.name}: {self.seconds * 1e3:.4g} ms ({parts}), {gib:.2f} GiB a rank"
+        return f"{self.name}: {self.seconds * 1e3:.4g} ms ({parts}), {gib:.3g} GiB a rank"
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,15 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         return len(self.staged.rows) or 1 if self.staged is not None else 1
+
+    @property
+    def chosen(self) -> str:
+        """Why this mesh and no other, in a line; empty where nothing was compared."""
+        if self.choice is None or len(self.choice.front) == 1:
+            return ""
+        rough = abs(self.choice.winner.seconds - self.seconds) > 0.01 * self.seconds
+        how = " (compared without fused norms and graph launches)" if rough else ""
+        return f"chosen of {self.choice.weighed}{how}: {self.choice.reason}"
 
     @property
     def digest(self) -> str:

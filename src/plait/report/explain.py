@@ -16,6 +16,7 @@ def explain(plan: Plan) -> str:
             f"tp={plan.tp} pp={plan.pp} dp={plan.dp} on {plan.cluster}",
             f"predicted {_time(plan.seconds)} a call; one device {_time(plan.seconds_alone)}",
             *_choice(plan),
+            *([f"stages: {plan.staged}"] if plan.staged is not None else []),
             *_weights(plan),
             *_collectives(plan),
             *_regions(plan),
@@ -28,10 +29,8 @@ def explain(plan: Plan) -> str:
 def _choice(plan: Plan) -> list[str]:
     if plan.choice is None:
         return []
-    chosen = plan.choice
-    lines = [f"chosen of {chosen.weighed}: {chosen.reason}"]
-    lines += [f"  {c}" for c in chosen.front]
-    return lines + [f"  does not fit: {why}" for why in chosen.refused]
+    lines = [plan.chosen, *(f"  {c}" for c in plan.choice.front)] if plan.chosen else []
+    return lines + [f"  does not fit: {why}" for why in plan.choice.refused]
 
 
 def _weights(plan: Plan) -> list[str]:

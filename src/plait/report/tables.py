@@ -39,7 +39,7 @@ class Outcome:
 
 def run_table(outcome: Outcome) -> Table:
     """How the model was split, what was sent, memory and time against one process, the claim."""
-    table = plan_table(outcome.plan, f"{outcome.model} on {outcome.plan.tp} processes")
+    table = plan_table(outcome.plan, f"{outcome.model} on {len(outcome.memory)} processes")
     table.add_section()
     memory = by_rank(outcome.memory, size)
     table.add_row(
@@ -70,11 +70,17 @@ def plan_table(plan: Plan, title: str) -> Table:
     ):
         table.add_row(name, layout, str(count), "")
     weights = by_rank(plan.bytes_per_rank, size)
-    table.add_row("all weights", "by rank", "", f"{weights} of {size(plan.bytes_whole)}")
+    who = "by rank" if plan.staged is None else "by rank, all stages together"
+    table.add_row("all weights", who, "", f"{weights} of {size(plan.bytes_whole)}")
     table.add_section()
+    if plan.staged is not None:
+        crossing = by_rank(plan.staged.crossing, size)
+        table.add_row("stages", str(plan.staged), str(plan.pp), f"{crossing} at a cut{_each(plan)}")
+        table.add_section()
     for (what, how, each), count in counted(map(_collective, plan.collectives)):
         table.add_row(what, how, str(count), f"{size(each)} each, {size(each * count)} in all")
-    table.add_row("all collectives", "sent by rank", str(len(plan.collectives)), _sent(plan))
+    sent = f"{_sent(plan)}{_each(plan)}"
+    table.add_row("all collectives", "sent " + who, str(len(plan.collectives)), sent)
     if plan.whole:
         table.add_section()
     reasons = counted(reason for reason in plan.whole.values())
@@ -88,7 +94,7 @@ def choice_table(choice: Choice) -> Table:
     table = Table(title="front-runners", box=box.SIMPLE, title_justify="left", show_edge=False)
     table.add_column("mesh")
     table.add_column("schedule")
-    parts = [k for k in choice.winner.parts if any(c.parts[k] for c in choice.front)]
+    parts = [k for k in choice.winner.parts if any(k in c.spent for c in choice.front)]
     for column in ("a call", *parts, "per result", "memory"):
         table.add_column(column, justify="right")
     for c in choice.front:
@@ -97,7 +103,7 @@ def choice_table(choice: Choice) -> Table:
             f"{mesh}dp={c.dp}",
             escape(how),
             duration(c.seconds),
-            *(duration(c.parts[k]) if c.parts[k] else "-" for k in parts),
+            *(duration(c.parts[k]) if k in c.spent else "-" for k in parts),
             duration(c.period),
             size(c.memory),
         )
@@ -120,8 +126,9 @@ def predictions(plan: Plan) -> Iterator[str]:
     yield f"one device {duration(plan.seconds_alone)}"
     spent = sum(p.seconds for p in plan.collectives)
     yield f"in collectives {duration(spent)} of it"
+    if plan.chosen:
+        yield plan.chosen
     if plan.choice is not None:
-        yield f"chosen of {plan.choice.weighed}: {plan.choice.reason}"
         yield from (f"does not fit: {why}" for why in plan.choice.refused)
     yield from (f"note: {note}" for note in plan.notes)
 
@@ -154,6 +161,11 @@ def _share(layout: str, plan: Plan) -> str:
 def _collective(placed: Placed) -> tuple[str, str, int]:
     where = pattern(placed.module) or "the model"
     return f"{placed.collective} in {where}", placed.algorithm, placed.nbytes
+
+
+def _each(plan: Plan) -> str:
+    """What a pipeline's bytes are of."""
+    return ", of each micro-batch" if plan.staged is not None else ""
 
 
 def _sent(plan: Plan) -> str:
