@@ -1,6 +1,7 @@
 """Clusters: spellings that parse back, paths that depend on places, devices with a clock, bounds."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -263,3 +264,16 @@ def test_units():
     assert spell_rate(450e9) == "450GB/s"
     with pytest.raises(InputError, match="64MiB"):
         parse_size("many")
+
+
+def test_what_was_measured_counts_unless_it_is_not_to(tmp_path, monkeypatch):
+    import platform
+
+    import torch
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    known = replace(calibration(platform.node()), torch=torch.__version__)
+    assert stored.store(known) == tmp_path / "plait" / "calibration.json"
+    assert Cluster.of(None) == known.cluster
+    assert Cluster.of(None, measured=False) == presets.make("loopback")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from plait.plan.plan import Placed, Plan
+from plait.plan.plan import Candidate, Choice, Placed, Plan, Staged
 from plait.report import tables
+from plait.report.explain import explain
 from plait.rules import aten
 
 
@@ -96,6 +98,34 @@ def test_predictions_name_the_machine() -> None:
     lines = list(tables.predictions(plan("ring")))
     assert lines[0] == "predicted 2 ms a call on loopback[2]"
     assert lines[-1] == "note: a mask was recognised"
+
+
+def candidate(tp: int, pp: int, seconds: float) -> Candidate:
+    parts = {"compute": seconds, "waiting": 2e-19}
+    return Candidate(tp, pp, 1, "tp pp dp", 1, "gpipe", "off", seconds, seconds, 1e6, parts)
+
+
+def test_a_pipeline_names_its_stages_and_what_its_bytes_are_of() -> None:
+    staged = Staged("p", (4, 4), "b", ("linear_2",), (), "1f1b", (1.0, 1.0), 1.0, (5000.0,), 0.1)
+    piped = replace(plan("ring"), pp=2, staged=staged)
+    shown = " ".join(text(tables.plan_table(piped, "")).split())
+    words = "1f1b with 2 micro-batches, cut before linear_2"
+    assert f"stages {words} 2 5.0 kB at a cut, of each micro-batch" in shown
+    assert "sent by rank, all stages together 1 4.0 kB, of each micro-batch" in shown
+    assert f"stages: {words}" in explain(piped)
+    outcome = tables.Outcome("tiny", piped, [1] * 4, 4, 0.1, 0.1, "call", True, "same", "")
+    assert tables.run_table(outcome).title == "tiny on 4 processes"
+
+
+def test_a_choice_is_told_where_something_was_compared() -> None:
+    alone = replace(plan("ring"), choice=Choice("p", (candidate(2, 1, 3e-3),), 1, "because"))
+    assert "chosen" not in "\n".join([*tables.predictions(alone), explain(alone)])
+    front = (candidate(2, 1, 2e-3), candidate(1, 2, 4e-3))
+    two = replace(alone, choice=Choice("p", front, 7, "because"))
+    assert "chosen of 7: because" in explain(two)
+    assert "waiting" not in explain(two)  # what adding up numbers leaves is nothing
+    rough = replace(two, seconds=1e-3)  # fused kernels are priced in the plan alone
+    assert "compared without fused norms and graph launches" in "\n".join(tables.predictions(rough))
 
 
 def test_every_rule_has_a_row() -> None:
