@@ -179,6 +179,21 @@ def test_what_all_ranks_refuse_is_said_once_without_a_trace(tmp_path: Path) -> N
     assert str(caught.value) == "ranks 0, 1, 2 of 3 raised InputError: not with these sizes"
 
 
+def test_a_mistake_that_one_rank_finds_is_said_once(tmp_path: Path) -> None:
+    crew = Crew([11, 12, 13], tmp_path)
+    mistake = "CollectiveError: no such algorithm"
+    (tmp_path / "error-0").write_text(mistake)
+    (tmp_path / "error-1").write_text(f"RankError: plan: rank 0 failed: {mistake}")
+    (tmp_path / "error-2").write_text("RankError: plan: ranks 0, 1 did not come")
+    for rank in range(3):
+        crew.ended[rank] = Ended(rank, 1 << 8, float(rank))
+    with pytest.raises(RankError) as caught:
+        crew.judge()
+    first, *others = str(caught.value).splitlines()
+    assert first == f"rank 0 of 3 raised {mistake}"
+    assert others == ["  then rank 2 raised RankError: plan: ranks 0, 1 did not come"]
+
+
 TORCHRUN = """
 import sys, time, torch, torch.distributed as dist
 from plait.runtime.processes import world

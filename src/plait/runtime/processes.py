@@ -138,7 +138,7 @@ class Crew:
             return
         first = min(failed, key=lambda e: (self._raised(e.rank).startswith("RankError"), e.when))
         words = self._words(first)
-        others = [e for e in failed if self._words(e) != words]
+        others = [e for e in failed if self._words(e) != words and not self._repeats(e, first)]
         alike = [f"{e.rank}" for e in failed if self._words(e) == words]
         who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(alike)}"
         text = [f"{who} of {len(self.pids)} {words}"]
@@ -162,6 +162,11 @@ class Crew:
 
     def _raised(self, rank: int) -> str:
         return self._read(f"error-{rank}")
+
+    def _repeats(self, ended: Ended, first: Ended) -> bool:
+        """Whether it only says again what a user's mistake, which needs no trace, was."""
+        told = self._raised(first.rank)
+        return bool(told) and not self._read(f"trace-{first.rank}") and told in self._words(ended)
 
     def _read(self, name: str) -> str:
         path = self.folder / name
