@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.cases.blocks import Net, linear
 from tests.cases.case import Setup, case, columns
 
 
@@ -70,6 +71,18 @@ def b16_cross_entropy_ignores_labels() -> Setup:
 def b16_large_logits() -> Setup:
     """The maximum that is taken off must be the global one, or exp overflows."""
     return Setup(Loss(scale=1000.0), (IDS, LABELS), loss=lambda out: out[0])
+
+
+@case("tp2 tp3 tp4")
+def table_scaled_by_frequency() -> Setup:
+    """A row's gradient is divided by how often the whole batch reads it."""
+
+    def run(s: Net, ids: Tensor) -> Tensor:
+        return s.down(s.up(s.emb(ids)).relu())
+
+    emb = nn.Embedding(11, 8, padding_idx=3, scale_grad_by_freq=True)
+    model = Net(run, emb=emb, up=linear(8, 13), down=linear(13, 11))
+    return Setup(model, (torch.tensor([[1, 3, 3, 10], [0, 3, 9, 2], [1, 1, 9, 5]]),))
 
 
 @case("tp2 tp5", noise=False, training=False)

@@ -114,6 +114,17 @@ def instance_norm() -> Setup:
 
 
 @case("tp2 tp3 tp4")
+def slopes_per_channel() -> Setup:
+    """PReLU: its slopes lie along dim 1, whatever the last dim is; here both have one size."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        return s.down(s.slopes(s.up(x)))
+
+    parts = dict(up=nn.Conv1d(4, 7, 1), slopes=nn.PReLU(7), down=nn.Conv1d(7, 4, 1))
+    return Setup(Net(run, **parts), (torch.randn(2, 4, 7),))
+
+
+@case("tp2 tp3 tp4")
 def softmax_over_width() -> Setup:
     return between(lambda s, y: y.softmax(-1))
 

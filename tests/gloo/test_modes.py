@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import plait
 from plait.errors import InputError, PlaitError
-from tests.cases import CASES, Mesh
+from tests.cases import CASES, Case, Mesh
 from tests.cases.case import Setup
 from tests.compare import demand, differences, digest, discrepancies, plain
 from tests.gloo import prove
@@ -73,6 +73,39 @@ def gradient_of_the_mask(group: Any) -> None:
 
 def test_the_backward_of_dropout_uses_the_same_mask(pool: Pool) -> None:
     pool.run(gradient_of_the_mask, 2)
+
+
+class Noisy(torch.nn.Module):
+    """Draws of many kinds, none of which is dropout, before and behind split widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(7, 12), torch.nn.Linear(12, 7)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.up(x + torch.rand(x.shape))
+        h = h * torch.bernoulli(torch.full_like(h, 0.5)) + torch.randn_like(h)
+        h = torch.nn.functional.rrelu(h, training=True)[:, torch.randperm(12)]
+        return self.down(h), torch.multinomial(h.softmax(-1), 5)
+
+
+def noise(group: Any) -> dict[str, str]:
+    """The user's seeds differ between the ranks; rank 0's counts, and draws go on from there."""
+    setup = Setup(Noisy(), (torch.randn(5, 7),))
+    parts = prove.compiled(Case("noisy", lambda: setup, ()), setup, Mesh(2), group)
+    torch.manual_seed(5 + dist.get_rank(group))
+    calls = [parts(*setup.args) for _ in range(2)]
+    assert not torch.equal(calls[0][0], calls[1][0])
+    torch.manual_seed(5 + dist.get_rank(group))
+    again = parts(*setup.args)
+    assert torch.equal(again[0], calls[0][0])
+    assert torch.equal(again[1], calls[0][1])
+    prove.run(parts, setup, True)
+    return {"calls": digest(calls), "gradients": digest(dict(parts.gradients()))}
+
+
+def test_every_draw_is_the_same_on_all_ranks(pool: Pool) -> None:
+    prove.alike(pool.run(noise, 2))
 
 
 # -- train and eval -----------------------------------------------------------------------------

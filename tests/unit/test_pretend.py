@@ -7,6 +7,7 @@ among all legal layouts, so that every move and its dual meet every operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,3 +90,15 @@ def test_a_wrong_move_would_be_seen(monkeypatch: pytest.MonkeyPatch, action: str
         for seed in range(SEEDS):
             prove(CASES["b17_gradient_needs_a_sum"], pretend.Dice(2, seed), 2)
     assert action in met
+
+
+@pytest.mark.parametrize(("which", "wrong"), [(0, 10), (0, -1), (1, 10), (1, -3)])
+def test_an_index_of_no_row_is_refused_as_by_one_process(which: int, wrong: int) -> None:
+    """Not taken for a row of another rank, whose term would be zero."""
+    setup = CASES["b16_cross_entropy_ignores_labels"].setup(torch.float64)
+    divided = pretend.divide(pretend.trace(setup, True), 2, pretend.Free(2))
+    assert {"emb.weight", "head.weight"} <= divided.split
+    args = [x.clone() for x in setup.args]
+    args[which][0, 0] = wrong
+    with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+        pretend.run(divided, replace(setup, args=tuple(args)), train=True)

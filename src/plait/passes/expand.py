@@ -8,6 +8,7 @@
     layer_norm      two means across the ranks
     cross_entropy   max, sum of exponentials and the target's logit across the ranks
     dropout         drawn by global element index
+    random          whole, by a generator that is seeded alike on every rank
 
 Each is a function (emitter, node, operands) -> the new node; `EXPANSIONS` says when it applies.
 """
@@ -53,10 +54,9 @@ def embedding(
     e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
 ) -> fx.Node:
     bound = bind(node)
-    rows = _split(strategy).ranges(access.operands[0].dims[0], e.rank)
-    return e.call(
-        ops.embedding_rows, xs[0], xs[1], bound["padding_idx"], bound["scale_grad_by_freq"], rows
-    )
+    v = access.operands[0].dims[0]
+    rows = _split(strategy).ranges(v, e.rank)
+    return e.call(ops.embedding_rows, xs[0], xs[1], bound["padding_idx"], v.size, rows)
 
 
 def repeat(
@@ -150,7 +150,8 @@ def cross_entropy(
     whole_top = e.call(aten.squeeze.dim, top, 1)
     lse = e.call(aten.squeeze.dim, e.call(aten.log.default, total), 1)
     lse = e.call(aten.add.Tensor, lse, whole_top)
-    picked = e.move(e.call(ops.picked_rows, x, target, rows), PARTIAL, WHOLE, (), node)
+    picked = e.call(ops.picked_rows, x, target, bound["ignore_index"], v.size, rows)
+    picked = e.move(picked, PARTIAL, WHOLE, (), node)
     smoothing = bound.get("label_smoothing", 0.0)
     mean_ = None
     if smoothing:
@@ -177,15 +178,29 @@ def dropout(
     return e.call(target, xs[0], p, e.seed(), e.salt(), tuple(rows))
 
 
+def drawn(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    """Any other operator that draws: it stands in no line of the table, so it runs whole."""
+    plain = e.copy(node, xs)
+    args, kwargs = plain.args, plain.kwargs
+    e.graph.erase_node(plain)
+    return e.call(ops.drawn, str(node.target), e.seed(), e.salt(), *args, **kwargs)
+
+
 def is_random(node: fx.Node) -> bool:
     """Operators that draw: also whole ones are drawn by plait, so that all ranks agree."""
-    return node.target in (aten.native_dropout.default, aten.dropout.default)
+    tags = getattr(node.target, "tags", ())
+    return node.target in _DROPOUT or torch.Tag.nondeterministic_seeded in tags
+
+
+_DROPOUT = (aten.native_dropout.default, aten.dropout.default)
 
 
 def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | None:
     """The expansion that a node needs under its strategy, if any."""
     if is_random(node):
-        return dropout
+        return dropout if node.target in _DROPOUT else drawn
     if strategy.split is None:
         return None
     split = strategy.split

@@ -7,6 +7,7 @@ call_function nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +19,25 @@ Rows = tuple[tuple[int, int, Ranges], ...]  # (dim, global size, the rows held) 
 
 
 def embedding_rows(
-    weight: Tensor, ids: Tensor, padding_idx: int, scale: bool, rows: Ranges
+    weight: Tensor, ids: Tensor, padding_idx: int, size: int, rows: Ranges
 ) -> Tensor:
     """`v d, * -> * d` where `weight` holds only `rows` of v; other ids give zeros (a partial)."""
-    local, held = local_index(ids, rows)
+    local, held = local_index(ids, rows, size)
     if padding_idx >= 0:
-        at, inside = local_index(torch.tensor(padding_idx), rows)
+        at, inside = local_index(torch.tensor(padding_idx), rows, size)
         padding_idx = int(at) if bool(inside) else -1
-    out = torch.ops.aten.embedding(weight, local, padding_idx, scale)
+    out = torch.ops.aten.embedding(weight, local, padding_idx)
     foreign: Tensor = ~held.unsqueeze(-1)
     return torch.masked_fill(out, foreign, 0)
 
 
-def local_index(ids: Tensor, rows: Ranges) -> tuple[Tensor, Tensor]:
-    """Global row numbers -> (number among `rows`, or 0; whether it is one of them)."""
-    local = torch.zeros_like(ids)
+def local_index(ids: Tensor, rows: Ranges, size: int) -> tuple[Tensor, Tensor]:
+    """Global row numbers -> (number among `rows`, or 0; whether it is one of them).
+
+    What is no row of `size` stays as it is: the operator that reads it refuses it, on every rank, as
+    the unsplit one would.
+    """
+    local = torch.where((ids < 0) | (ids >= size), ids, 0)
     held = torch.zeros_like(ids, dtype=torch.bool)
     offset = 0
     for lo, hi in rows:
@@ -43,9 +48,9 @@ def local_index(ids: Tensor, rows: Ranges) -> tuple[Tensor, Tensor]:
     return local, held
 
 
-def picked_rows(x: Tensor, target: Tensor, rows: Ranges) -> Tensor:
+def picked_rows(x: Tensor, target: Tensor, ignored: int, size: int, rows: Ranges) -> Tensor:
     """`t v, t -> t`: the element of each row that `target` names, 0 where another rank holds it."""
-    local, held = local_index(target, rows)
+    local, held = local_index(target.masked_fill(target == ignored, 0), rows, size)
     return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0)
 
 
@@ -103,6 +108,27 @@ def native_dropout(
     keep = uniform(x.detach(), seed, salt, rows) >= p
     scale = 1.0 / (1.0 - p) if p < 1 else 0.0
     return x * (keep.to(x.dtype) * scale), keep
+
+
+def drawn(name: str, seed: Tensor, salt: int, /, *args: Any, **kwargs: Any) -> Any:
+    """An operator of torch's that draws, by generators in a state of its own; they are put back.
+
+    The state is a function of (seed, salt), so every rank draws the same.
+    """
+    operator: Any = torch.ops
+    for part in name.split("."):
+        operator = getattr(operator, part)
+    if seed.is_meta:
+        return operator(*args, **kwargs)
+    own = int(_mix(seed.cpu() + salt * 0x632BE59BD9B4E019 % 2**63)) % 2**63
+    devices = {x.device for x in args if isinstance(x, Tensor)} | {kwargs.get("device")}
+    cuda = [d for d in devices if isinstance(d, torch.device) and d.type == "cuda"]
+    with torch.random.fork_rng(cuda):
+        torch.default_generator.manual_seed(own)
+        for device in cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(own)
+        return operator(*args, **kwargs)
 
 
 def nll(lse: Tensor, picked: Tensor, mean: Tensor | None, target: Tensor, options: str) -> Tensor:

@@ -6,6 +6,7 @@ runs whole on every rank, and the report says so; it is never guessed.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -178,6 +179,16 @@ def group_norm(d: Describer, node: fx.Node) -> Access:
     return Access(tuple(operands), (result,), letters, (), local)
 
 
+def prelu(d: Describer, node: fx.Node) -> Access:
+    """`b c *, c -> b c *`: a slope for each channel, which is dim 1, or one for all."""
+    x, slope = (d.operand(bind(node)[name]) for name in ("self", "weight"))
+    names = [f"d{i}" for i in range(len(x.dims))]
+    binder = Binder(d, node)
+    binder.bind(names, x.dims)
+    binder.bind(["d1" if f.size > 1 else "one" for f in slope.dims], slope.dims)
+    return Access((x, slope), (binder.result(names, d.sizes(node)),), binder.letters({}))
+
+
 def weight_norm(d: Describer, node: fx.Node) -> Access:
     """`o *, o -> o *` along `dim`: the norm of each row spans the other dims."""
     bound = bind(node)
@@ -190,6 +201,20 @@ def weight_norm(d: Describer, node: fx.Node) -> Access:
     result = binder.result(names, d.sizes(node))
     letters = binder.letters({n: "whole" for i, n in enumerate(names) if i != dim})
     return Access((v, g), (result,), letters)
+
+
+def embedding(d: Describer, node: fx.Node) -> Access:
+    """`v d, * -> * d`, v selected; all but d whole where gradients are scaled by how often a row is read."""
+    access = _embedding(d, node)
+    if not bind(node).get("scale_grad_by_freq"):
+        return access
+    width = access.operands[0].dims[1]
+    counted = "its reads are counted"
+    letters = (x if x.factor is width else Letter(x.factor, "whole", counted) for x in access.letters)
+    return replace(access, letters=tuple(letters))
+
+
+_embedding = Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")
 
 
 def index(d: Describer, node: fx.Node) -> Access:
@@ -427,7 +452,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("max_pool1d.default avg_pool1d.default adaptive_avg_pool1d.default", windows(1)),
     ("max_pool2d.default max_pool2d_with_indices.default avg_pool2d.default adaptive_avg_pool2d.default upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec", windows(2)),
     # lookups
-    ("embedding.default",    Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")),
+    ("embedding.default",    embedding),
     ("index.Tensor",         index),
     ("index_select.default", index_select),
     ("gather.default",       gather),
@@ -481,10 +506,11 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("_to_copy.default to.dtype type_as.default", Elementwise("self")),
     # elementwise
     ("add.Scalar sub.Scalar rsub.Scalar rsub.Tensor pow div.Tensor_mode div.Scalar_mode remainder fmod floor_divide maximum.default minimum.default", Elementwise()),
-    ("abs.default exp.default expm1.default log.default log1p.default log2.default sqrt.default rsqrt.default reciprocal.default sin.default cos.default tan.default tanh.default atan.default asin.default acos.default sinh.default cosh.default sigmoid.default relu.default relu6.default gelu.default silu.default mish.default softplus.default elu.default selu.default celu.default leaky_relu.default hardtanh.default hardswish.default hardsigmoid.default softsign.default log_sigmoid.default logit.default erf.default erfc.default square.default sign.default floor.default ceil.default round.default round.decimals trunc.default frac.default isnan.default isinf.default isfinite.default logical_not.default bitwise_not.default nan_to_num.default atan2.default threshold.default prelu.default", Elementwise()),
+    ("abs.default exp.default expm1.default log.default log1p.default log2.default sqrt.default rsqrt.default reciprocal.default sin.default cos.default tan.default tanh.default atan.default asin.default acos.default sinh.default cosh.default sigmoid.default relu.default relu6.default gelu.default silu.default mish.default softplus.default elu.default selu.default celu.default leaky_relu.default hardtanh.default hardswish.default hardsigmoid.default softsign.default log_sigmoid.default logit.default erf.default erfc.default square.default sign.default floor.default ceil.default round.default round.decimals trunc.default frac.default isnan.default isinf.default isfinite.default logical_not.default bitwise_not.default nan_to_num.default atan2.default threshold.default", Elementwise()),
     ("eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", Elementwise()),
     ("clamp.default clamp.Tensor clamp_min.default clamp_max.default masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.Scalar lerp.Scalar lerp.Tensor addcmul.default addcdiv.default", Elementwise()),
     ("native_dropout.default dropout.default", Elementwise()),
+    ("prelu.default",        prelu),
     ("_grouped_mm.default",  grouped_matmul),
 )
 # fmt: on
