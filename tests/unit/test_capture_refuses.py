@@ -82,3 +82,28 @@ def test_the_backward_of_an_operator_is_kept() -> None:
     want = plain(setup)
     for got in pretend.run(pretend.divide(program, 2, pretend.Free(2)), setup, train=True):
         demand(discrepancies(got, want), about="an operator of the user's")
+
+
+def looked_up(x: Tensor) -> Tensor:
+    return x.index_select(0, torch.zeros(2, dtype=torch.int16))
+
+
+def labelled(x: Tensor) -> Tensor:
+    return x * nn.functional.cross_entropy(x, torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "words"),
+    [
+        (nn.Linear(5, 4), torch.randn(2, 5).double(), "linear of float64, float32"),
+        (nn.LayerNorm(5), torch.randn(2, 5).double(), "layer_norm of float64, float32"),
+        (Between(looked_up), torch.randn(2, 5), "index_select of float32, int16"),
+        (Between(labelled), torch.randn(2, 5), "cross_entropy_loss of float32, int32"),
+    ],
+)
+def test_dtypes_that_no_kernel_takes_are_refused(model: nn.Module, x: Tensor, words: str) -> None:
+    """Tracing does not look at them: the first call would fail, on every rank for good."""
+    with pytest.raises((RuntimeError, IndexError)):
+        model(x)
+    with pytest.raises(CaptureError, match=words):
+        capture(model, (x,))

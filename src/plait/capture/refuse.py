@@ -126,7 +126,7 @@ def refuse_outputs(outputs: Any) -> None:
 def _known(x: Any) -> bool:
     plain = (torch.Tensor, type(None), bool, int, float, complex, str, bytes)
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return isinstance(x, (*plain, *symbolic, torch.dtype, torch.device))
+    return isinstance(x, (*plain, *symbolic))
 
 
 def _cache_classes() -> tuple[type, ...]:

@@ -10,6 +10,7 @@ import torch
 from plait.capture.call import Call
 from plait.capture.clean import clean
 from plait.capture.dropout import write_out_attention_dropout
+from plait.capture.dtypes import refuse_dtypes
 from plait.capture.export import export
 from plait.capture.lower import lower
 from plait.capture.masks import recognise_masks
@@ -35,5 +36,6 @@ def capture(
     exported = export(model, call, training, blocks=blocks)
     clean(exported.program.graph, training)
     program, values = lower(model, exported, call, training)
+    refuse_dtypes(program)
     program = recognise_masks(fold(program, values))
     return write_out_attention_dropout(program) if training else program
