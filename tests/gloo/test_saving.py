@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import plait
-from plait.errors import PlaitError
+from plait.errors import InputError, NotYetError, PlaitError, WeightError
 from tests.cases import CASES, Case, Mesh, Setup
 from tests.cases.order import Rotated
 from tests.compare import EXACT, demand, differences, digest, discrepancies, reference, within
@@ -355,3 +356,61 @@ def test_a_wrong_key_is_one_error_on_all_ranks(pool: Pool, tmp_path: Path, fault
     assert all(isinstance(f.error, plait.errors.WeightError) for f in failures), failures
     assert len({f.message for f in failures}) == 1
     assert ("3.weight" if fault == "extra" else "2.weight") in failures[0].message
+
+
+# -- as torch asks for it -----------------------------------------------------------------------
+
+
+def part_of_a_module(group: Any, name: str) -> None:
+    """A module around the compiled one saves and loads whole tensors under its own names."""
+    case = CASES[name]
+    setup = case.setup(torch.float64)
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    outer = nn.ModuleDict({"inner": parts, "more": nn.Linear(2, 2)})
+    state = {k: v.clone() for k, v in outer.state_dict().items()}
+    plain = nn.ModuleDict({"inner": setup.model, "more": outer["more"]})
+    demand(differences(state, dict(plain.state_dict()), "state", EXACT), about=name)
+    wanted = {k: v * 2 for k, v in state.items()}
+    outer.load_state_dict(wanted)
+    demand(differences(dict(outer.state_dict()), wanted, "loaded", EXACT), about=name)
+    with pytest.raises(RuntimeError, match=r"Missing.*inner\.fc\.bias"):
+        outer.load_state_dict({k: v for k, v in wanted.items() if k != "inner.fc.bias"})
+
+
+def test_a_compiled_module_is_part_of_another(pool: Pool) -> None:
+    pool.run(part_of_a_module, 2, "b14_tied_embedding_and_head")
+
+
+def loosely(group: Any, name: str) -> None:
+    """What is missing and what is too much is told as torch tells it; what fits is loaded."""
+    case = CASES[name]
+    setup = case.setup(torch.float64)
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    state = {k: v * 2 for k, v in setup.model.state_dict().items() if k != "fc.bias"}
+    told = parts.load_state_dict(state | {"other": torch.zeros(1)}, strict=False)
+    assert told == setup.model.load_state_dict(state | {"other": torch.zeros(1)}, strict=False)
+    demand(differences(dict(parts.state_dict()), dict(setup.model.state_dict()), "state", EXACT))
+    with pytest.raises(WeightError, match=r"no tensor: fc\.bias is a str"):
+        parts.load_state_dict(state | {"fc.bias": "nothing"})
+
+
+def test_loaded_loosely(pool: Pool) -> None:
+    pool.run(loosely, 2, "b14_tied_embedding_and_head")
+
+
+def unmoved(group: Any, name: str) -> None:
+    case = CASES[name]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh(2), group)
+    for change in (nn.Module.double, nn.Module.bfloat16, lambda module: module.to("meta")):
+        with pytest.raises(InputError, match=r"fc\.bias from torch\.float32 on cpu"):
+            change(parts)
+    for make_copy in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(NotYetError, match="copied or pickled"):
+            make_copy(parts)
+    demand(differences(dict(parts.float().to("cpu").state_dict()), dict(setup.model.state_dict())))
+
+
+def test_dtypes_and_devices_stay(pool: Pool) -> None:
+    """The programs are for those they were compiled for."""
+    pool.run(unmoved, 2, "b14_tied_embedding_and_head")

@@ -25,6 +25,7 @@ from plait.runtime.agree import Agreement
 from plait.runtime.executor import Executable
 from plait.runtime.follow import Follower
 from plait.runtime.gradient import Holder
+from plait.runtime.mirror import mirror, register
 from plait.runtime.pipeline import Pipeline
 from plait.runtime.places import Places
 from plait.runtime.programs import Programs
@@ -90,9 +91,9 @@ class Compiled(nn.Module):
         state["_agreement"] = agreement
         state["_recompile"] = recompile
         state["_state_names"] = tuple(follower.model.state_dict(keep_vars=True))
-        _mirror(self, follower.model, {})
+        mirror(self, follower.model, {})
         state["_places"] = {
-            weight.name: _register(self, weight, holdings.tensors.pop(weight.name))
+            weight.name: register(self, weight, holdings.tensors.pop(weight.name))
             for weight, _ in holdings.weights()
             if weight.name in holdings.tensors
         }
@@ -214,25 +215,34 @@ class Compiled(nn.Module):
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Tensor] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        rank0_only: bool = False,
+    ) -> dict[str, Tensor]:
         """Every name of the model's, whole tensors on the CPU; a collective.
 
-        `rank0_only`: the other ranks get {}.
+        `rank0_only`: the other ranks get {}. `destination` and `prefix` are for the module that this
+        one is a part of; the tensors are copies, so there are no variables to keep.
         """
         by_name = {n: (w, cut) for w, cut in self._holdings.weights() for n in w.names}
         whole: dict[str, Tensor] = {}
-        out: dict[str, Tensor] = {}
+        out: dict[str, Tensor] = {} if destination is None else destination
         live = self._live()
+        keep = not rank0_only or self._is_first
         with self._agreement.guard("state_dict"), torch.no_grad():
             for name in self._state_names:
                 weight, cut = by_name[name]
                 if weight.name not in whole:
                     value = self._everywhere(weight, cut, live.get(weight.name))
                     assert value is not None
-                    keep = not rank0_only or self._is_first
                     whole[weight.name] = value.cpu().clone() if keep else value.new_empty(0)
-                out[name] = whole[weight.name]
-        return out if not rank0_only or self._is_first else {}
+                if keep:
+                    out[prefix + name] = whole[weight.name]
+        return out
 
     @property
     def _is_first(self) -> bool:
@@ -253,7 +263,11 @@ class Compiled(nn.Module):
     def load_state_dict(
         self, state: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Every rank takes its rows of the whole tensors in `state`."""
+        """Every rank takes its rows of the whole tensors in `state`.
+
+        Returns, as torch does, the names that are missing and those that are unexpected: WeightError
+        lists them where `strict`, and names of another shape in any case.
+        """
         weights = [w for w, _ in self._holdings.weights()]
         with self._agreement.step("load_state_dict"), torch.no_grad():
             source = Tensors(state) if strict else Tensors(_known(state, weights))
@@ -264,7 +278,41 @@ class Compiled(nn.Module):
             parts = {w.name: part_of(w, cut, rank) for w, cut in held}
             for name, value in loading.load(parts).items():
                 live[name].copy_(value)
-        return nn.modules.module._IncompatibleKeys([], [])
+        missing = [n for n in self._state_names if n not in state]
+        extra = [n for n in state if n not in self._state_names]
+        return nn.modules.module._IncompatibleKeys(missing, extra)
+
+    def _load_from_state_dict(  # type: ignore[override]
+        self,
+        state: Mapping[str, Tensor],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        extra: list[str],
+        errors: list[str],
+    ) -> None:
+        """As a part of the module whose `load_state_dict` is called."""
+        own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+        found = self.load_state_dict(own, strict=False)
+        missing += [prefix + n for n in found.missing_keys]
+        extra += [prefix + n for n in found.unexpected_keys]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Compiled:
+        """What changes dtypes or devices is refused: programs were compiled for those they have."""
+        changes = [
+            f"{name} from {own.dtype} on {own.device} to {new.dtype} on {new.device}"
+            for name, own in (*self.named_parameters(), *self.named_buffers())
+            for new in [fn(own.detach().new_empty(0))]
+            if (new.dtype, new.device) != (own.dtype, own.device)
+        ]
+        if changes:
+            raise InputError(
+                f"a compiled module keeps its dtypes and its device; this would change "
+                f"{'; '.join(changes)}. Compile the model with dtype= or device="
+            )
+        super()._apply(fn, recurse)
+        return self
 
     def gradients(self, device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
         """Whole gradients by the names of the model's `named_parameters()`; a collective."""
@@ -299,6 +347,8 @@ class Compiled(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over the whole model; equal on every rank."""
+        if not float(norm_type) > 0:
+            raise InputError(f"norm_type is {norm_type}; it is a number above 0, or inf")
         grads = []
         live, stages = self._live(), self._holdings.stages
         for weight, cut in self._holdings.weights():
@@ -321,48 +371,12 @@ class Compiled(nn.Module):
                 grad.mul_(scale.to(grad.dtype))
         return total
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise NotYetError("a compiled module cannot be copied; compile the model again")
-
-
-def _mirror(own: nn.Module, model: nn.Module, made: dict[nn.Module, nn.Module]) -> None:
-    """A module in the place of each of the model's, with its flag: `.train()` and `.eval()` of parts."""
-    made[model] = own
-    own.training = model.training
-    for name, child in model._modules.items():
-        if child is not None:
-            new = child not in made
-            own._modules[name] = made.setdefault(child, nn.Module())
-            if new:
-                _mirror(made[child], child, made)
-
-
-def _register(root: nn.Module, weight: Weight, value: Tensor) -> Callable[[], Tensor]:
-    """Put a weight where the model has it, under all its names; returns how to read it there."""
-    if weight.kind == "constant":
-        return lambda: value
-    places = []
-    for name in weight.names:
-        *path, last = name.split(".")
-        at = root
-        for part in path:
-            child = at._modules.get(part)
-            assert child is not None, name
-            at = child
-        if weight.kind == "parameter":
-            assert isinstance(value, nn.Parameter)
-            at.register_parameter(last, value)
-        else:
-            at.register_buffer(last, value, persistent=weight.persistent)
-        table = at._parameters if weight.kind == "parameter" else at._buffers
-        places.append(partial(_read, table, last))
-    return places[0]
-
-
-def _read(table: dict[str, Any], name: str) -> Tensor:
-    value = table[name]
-    assert isinstance(value, Tensor)
-    return value
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What copies and pickles begin with."""
+        raise NotYetError(
+            "a compiled module cannot be copied or pickled: compile the model again, and take the "
+            "weights over by save() or state_dict()"
+        )
 
 
 def part_of(weight: Weight, cut: Cut | None, rank: int) -> checkpoint.Part:

@@ -41,6 +41,10 @@ class Tensors:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], what: str = "the state dict") -> None:
         self._tensors, self._what = dict(tensors), what
+        others = {n: t for n, t in self._tensors.items() if not isinstance(t, torch.Tensor)}
+        if others:
+            named = ", ".join(f"{n} is a {type(t).__name__}" for n, t in others.items())
+            raise WeightError(f"{what} holds what is no tensor: {named}")
         self.specs: Mapping[str, Spec] = {
             name: Spec(tuple(t.shape), t.dtype) for name, t in self._tensors.items()
         }
