@@ -18,7 +18,7 @@ from plait.capture.loss import Loss, with_loss
 from plait.capture.state import Ambient, State, around, posed
 from plait.cluster import Cluster
 from plait.cluster.presets import grow
-from plait.errors import CaptureError, PlanError
+from plait.errors import CaptureError, InputError, PlanError
 from plait.mesh import Mesh, refuse_what_is_coming
 from plait.passes.microbatch import why_uncut
 from plait.passes.schedule import SCHEDULES
@@ -376,5 +376,13 @@ def _device(
 
 
 def clip_grad_norm_(module: Compiled, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip a compiled module's gradients by their norm over the whole model; returns the norm."""
+    """Clip a compiled module's gradients by their norm over the whole model; returns the norm.
+
+    `norm_type`: above 0, or inf. InputError: another number, or a module that is not compiled.
+    """
+    if not isinstance(module, Compiled):
+        raise InputError(
+            f"plait.clip_grad_norm_ takes a compiled module, not {type(module).__name__}; "
+            "torch.nn.utils.clip_grad_norm_ takes parameters"
+        )
     return module.clip_grad_norm_(max_norm, norm_type)

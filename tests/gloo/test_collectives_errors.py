@@ -47,6 +47,9 @@ def refused(group: Any) -> None:
         (lambda: collectives.all_reduce(x.to(torch.int16), group, "native"), "'ring' does"),
         (lambda: collectives.all_reduce(x + 1j, group, op="max"), "complex numbers have no max"),
         (lambda: collectives.broadcast(x, 3, group), "root 3 is none of the ranks 0..2"),
+        (lambda: collectives.broadcast(x, 1.0, group), "root 1.0 is none"),  # type: ignore[arg-type]
+        (lambda: collectives.all_reduce(x, group, 7), "a Schedule, not int"),  # type: ignore[arg-type]
+        (lambda: collectives.all_gather(x, 4, group), "sizes are a list"),  # type: ignore[arg-type]
         (lambda: collectives.broadcast(x, 1, group, "tree[3]@2"), "root at rank 2, not 1"),
         (lambda: collectives.all_gather(x, [4, 4], group), "takes 3 sizes, one a rank"),
         (lambda: collectives.all_gather(x, [3] * n, group), "4 rows, and by sizes"),

@@ -81,6 +81,12 @@ def test_clipping(pool: Pool, case: str, mesh: str, norm_type: float) -> None:
     prove.alike(pool.run(prove.clipping, n, case, mesh, norm_type, 0.1))
 
 
+def test_a_norm_that_is_none_is_refused(pool: Pool) -> None:
+    for failure in pool.errors(prove.clipping, 2, "b21_clipping", "tp2", 0.0, 1.0):
+        assert failure.kind == "InputError"
+        assert "norm_type is 0.0; it is a number above 0" in failure.message
+
+
 def test_clipping_a_small_gradient_changes_nothing(pool: Pool) -> None:
     pool.run(prove.clipping, 2, "b01_bias_after_the_sum", "tp2", 2.0, 1e6)
 

@@ -76,8 +76,8 @@ def request(
     """The request of rank `ranks[0]` of `ranks[1]`; CollectiveError or ScheduleError if none."""
     rank, n = ranks
     _check_tensor(collective, tensor, op)
-    if root is not None and not 0 <= root < n:
-        raise CollectiveError(f"{collective}: root {root} is none of the ranks 0..{n - 1}")
+    if root is not None and not (type(root) is int and 0 <= root < n):
+        raise CollectiveError(f"{collective}: root {root!r} is none of the ranks 0..{n - 1}")
     rows = _rows(collective, tensor, rank, n, sizes) if collective in PARTED else None
     shape = tuple(tensor.shape[1:] if rows is not None else tensor.shape)
     asked = Request(collective, tensor.dtype, shape, op, root, rows, None)  # type: ignore[arg-type]
@@ -129,6 +129,8 @@ def writable(tensor: Tensor) -> bool:
 def _rows(collective: str, tensor: Tensor, rank: int, n: int, sizes: Sizes) -> tuple[int, ...]:
     if tensor.dim() == 0:
         raise CollectiveError(f"{collective}: cuts along dim 0, which a scalar tensor has not")
+    if sizes is not None and not isinstance(sizes, Sequence):
+        raise CollectiveError(f"{collective}: sizes are a list, not {type(sizes).__name__}")
     have = tensor.shape[0]
     if collective == "all_gather":
         rows = _listed(collective, sizes, n) if sizes is not None else (have,) * n
@@ -176,6 +178,9 @@ def _schedule(
         return None
     if isinstance(algorithm, Schedule):
         return _fitting(asked, n, algorithm)
+    if not isinstance(algorithm, str):
+        kind = type(algorithm).__name__
+        raise CollectiveError(f"{asked.collective}: an algorithm is a name or a Schedule, not {kind}")
     if "[" in algorithm:
         spec = Spec.parse(algorithm)
         if spec.collective == "all_reduce" and not algorithm.strip().startswith("all_reduce"):
