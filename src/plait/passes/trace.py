@@ -22,13 +22,30 @@ class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool  # it requires one
+    # Its dims from the outermost in memory on, where that is not the order in which they stand:
+    # kernels may sum in another order, so stages get the bits of one process only if it is kept.
+    order: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, x: Tensor) -> Spec:
-        return cls(tuple(x.shape), x.dtype, x.requires_grad)
+        return cls(tuple(x.shape), x.dtype, x.requires_grad, _order(x))
+
+    def packed(self, x: Tensor) -> Tensor:
+        """`x` as it stands in memory."""
+        return x.permute(self.order) if self.order else x
+
+    def unpacked(self, x: Tensor) -> Tensor:
+        return x.permute([self.order.index(i) for i in range(x.dim())]) if self.order else x
 
     def meta(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.grad)
+
+
+def _order(x: Tensor) -> tuple[int, ...]:
+    steps: tuple[int, ...] = tuple(x.stride())
+    if x.is_contiguous() or any(s == 0 and n > 1 for s, n in zip(steps, x.shape, strict=True)):
+        return ()
+    return tuple(sorted(range(x.dim()), key=steps.__getitem__, reverse=True))
 
 
 def trace(local: Local, feed: Mapping[str, Any], grad: bool) -> dict[str, Spec]:

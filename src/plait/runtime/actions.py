@@ -135,6 +135,7 @@ class Run:
     def _send(self, x: Tensor, wire: Wire, reader: Action) -> None:
         piece = self.stages.pieces[reader.piece]
         tag = _tag(reader.kind, piece, wire, reader.piece)
+        x = self.specs[reader.piece][wire.value].packed(x)
         self.stages.channel.send(x, self.stages.place(reader.stage), tag, self._at[reader])
 
     # -- forward -------------------------------------------------------------------------------------

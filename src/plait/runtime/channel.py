@@ -51,7 +51,10 @@ class Channel:
         return (kind * _WHICH + which) * _PIECE + piece
 
     def send(self, x: Tensor, place: int, tag: int, reader: int = NEVER) -> None:
-        """To the rank of the same number in group `place`, whose action `reader` reads it."""
+        """To the rank of the same number in group `place`, whose action `reader` reads it.
+
+        `x`: `packed` by the spec that the reader expects.
+        """
         x = _plain(x.detach())
         if place == self.place:
             self._mine[tag].append(x)
@@ -64,7 +67,7 @@ class Channel:
         """Post a receive."""
         if place == self.place:
             return Incoming(self, spec, tag)
-        x = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        x = torch.empty([spec.shape[i] for i in spec.order] or spec.shape, dtype=spec.dtype, device=device)
         plain, handle = _plain(x), None
         if plain.numel():
             handle = dist.irecv(plain, group=self.group, group_src=self._rank(place), tag=tag)
@@ -116,4 +119,4 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _typed(x: Tensor, spec: Spec) -> Tensor:
-    return torch.view_as_complex(x) if spec.dtype.is_complex else x
+    return spec.unpacked(torch.view_as_complex(x) if spec.dtype.is_complex else x)

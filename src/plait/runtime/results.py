@@ -37,9 +37,10 @@ def _part(run: Run, flat: int, k: int, owner: int, readers: Sequence[int]) -> An
     if line.place == owner:
         value = run.results[flat, k]
         if isinstance(value, Tensor):
+            assert spec is not None
             for place in readers:
                 if place != owner:
-                    line.send(value, place, tag)
+                    line.send(spec.packed(value), place, tag)
         return value
     if line.place not in readers or spec is None:
         return None
@@ -63,15 +64,14 @@ def mutate(run: Run, weights: Mapping[str, Tensor]) -> None:
     for mutation in stages.program.mutations:
         owner, holders = stages.place(stages.owner(mutation.index)), stages.holders[mutation.weight]
         tag = Channel.tag(channel.BUFFER, mutation.index)
-        value = None
+        value, spec = None, stages.spec(run.specs, mutation.index, 0)
+        assert spec is not None
         if line.place == owner:
             value = run.results[mutation.index, 0]
             for place in holders:
                 if place != owner:
-                    line.send(value, place, tag)
+                    line.send(spec.packed(value), place, tag)
         elif line.place in holders:
-            spec = stages.spec(run.specs, mutation.index, 0)
-            assert spec is not None
             value = line.receive(spec, owner, tag, stages.device)
         if value is not None and line.place in holders:
             with torch.no_grad():
