@@ -1,4 +1,4 @@
-"""Edges of pipelines on gloo: few rows and many, lengths that change, large messages, stages that
+"""Edges of pipelines on gloo: few rows, lengths that change, large messages, stages that
 fail while they load or run, models that checkpoint their activations."""
 
 from __future__ import annotations
@@ -104,15 +104,6 @@ def test_more_micro_batches_than_rows_are_lowered_and_said(
     for _, found, notes in answers:
         assert found == count
         assert [note.split(":")[1] for note in notes] == [f" {count} instead of {asked}"]
-
-
-def many(group: Any, asked: int, training: bool) -> tuple[int, list[str]]:
-    """More micro-batches than messages can be numbered by."""
-    setup = tower(asked)
-    parts = compiled(setup, "pp2", group, micro_batches=asked, training=training, schedule="1f1b")
-    with torch.no_grad():
-        demand(differences(parts(*setup.args), setup.model(*setup.args), close=EXACT))
-    return parts.plan.micro_batches, [n for n in parts.plan.notes if n.startswith("micro_batches:")]
 
 
 # -- lengths -------------------------------------------------------------------------------------
