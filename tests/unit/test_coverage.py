@@ -6,6 +6,8 @@ import pytest
 
 from plait.capture import capture
 from plait.cluster import Cluster
+from plait.passes.expand import is_random
+from plait.passes.rings import fixed
 from plait.plan import planner
 from tests import coverage, zoo
 
@@ -46,3 +48,12 @@ def test_what_is_whole_is_counted() -> None:
     heads = 2 * 2 * tokens * zoo.SEQ * 24  # queries by keys and back, 24 wide
     assert sum(p.amount for p in products) == by_weights + heads
     assert coverage.share(weights) == coverage.share(products) == 0
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    """A seed would keep a program out of a CUDA graph, and every call would wind generators back."""
+    model, args, kwargs = zoo.build("llama")
+    program = capture(model, args, kwargs)
+    assert any("attention" in str(node.target) for node in program.graph.nodes)
+    assert not any(map(is_random, program.graph.nodes))
+    assert fixed(program)

@@ -190,8 +190,10 @@ def drawn(
 
 def is_random(node: fx.Node) -> bool:
     """Operators that draw: also whole ones are drawn by plait, so that all ranks agree."""
-    tags = getattr(node.target, "tags", ())
-    return node.target in _DROPOUT or torch.Tag.nondeterministic_seeded in tags
+    if node.target in _DROPOUT:
+        return True
+    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return draws and bind(node).get("dropout_p") != 0  # attention draws for its dropout alone
 
 
 _DROPOUT = (aten.native_dropout.default, aten.dropout.default)

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from plait.passes import ops
+from plait.passes.expand import is_random
 from plait.passes.norms import fuse
 from plait.passes.partition import Local, Site
 from plait.passes.trace import Spec, trace
@@ -120,7 +121,8 @@ def fixed(program: Program) -> bool:
     whole = all(
         isinstance(v, torch.Tensor) and all(isinstance(s, int) for s in v.shape) for v in values
     )
-    return whole and not program.training and not program.sizes and not program.mutations
+    still = not program.training and not program.sizes and not program.mutations
+    return whole and still and not any(map(is_random, program.graph.nodes))
 
 
 def normed(node: fx.Node) -> fx.Node | None:
