@@ -254,9 +254,10 @@ def interrupt_me(folder: str) -> None:
 
 
 INTERRUPT = """
-import sys
+import signal, sys
 from plait.runtime.processes import Crew, Ended, launch
 from tests.gloo.test_failures import interrupt_me
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 if __name__ == "__main__":
     launch(interrupt_me, 2, sys.argv[1])
 """

@@ -294,7 +294,7 @@ def rows(group: Any, weights: str, dtype: torch.dtype | None) -> dict[str, Any]:
     with torch.device("meta"):
         empty = Setup(
             nn.Sequential(nn.Linear(4, 8, False), nn.Identity(), nn.Linear(8, 4, False)),
-            setup.args, setup.kwargs, setup.loss,
+            setup.to(dtype or torch.float32).args, setup.kwargs, setup.loss,
         )  # fmt: skip
     parts = prove.compiled(
         case, empty, Mesh(dist.get_world_size(group)), group, weights=weights, dtype=dtype
