@@ -120,6 +120,29 @@ def search(program: Program, ask: Ask, description: Description | None = None) -
     return _Search(program, ask, description or describe(program, table())).run()
 
 
+def divided(
+    line: Line,
+    link: Link,
+    memory: float,
+    pp: int,
+    name: str,
+    pieces: int,
+    training: bool,
+    homes: Sequence[frozenset[str]] | None = None,
+) -> Cuts:
+    """The cut into the stages that schedule `name` runs on `pp` places of so many bytes each."""
+    a_place, ways = schedule.STAGES_A_PLACE[name], 2 if training else 1
+    return cut(
+        line,
+        pp * a_place,
+        byte_seconds=link.byte * ways,
+        send_seconds=link.start * ways,
+        memory=memory / a_place,
+        opened=opened(name, pp, pieces, training),
+        homes=homes,
+    )
+
+
 # A bound on its score, where it runs, micro-batches, schedule, recompute.
 Way = tuple[float, Placement, Group, int, str, str]
 
@@ -219,16 +242,9 @@ class _Search:
     ) -> Candidate | str:
         mesh, training = placement.mesh, self.program.training
         line = group.line(self._share(pieces), recompute == "full")
-        a_place = schedule.STAGES_A_PLACE[name]
+        memory = self.ask.cluster.device.memory
         try:
-            cuts = cut(
-                line,
-                mesh.pp * a_place,
-                byte_seconds=placement.link.byte * (2 if training else 1),
-                send_seconds=placement.link.start * (2 if training else 1),
-                memory=self.ask.cluster.device.memory / a_place,
-                opened=opened(name, mesh.pp, pieces, training),
-            )
+            cuts = divided(line, placement.link, memory, mesh.pp, name, pieces, training)
         except PlanError as error:
             return str(error)
         return self._timed(placement, group, pieces, name, recompute, line, cuts)

@@ -250,7 +250,7 @@ def _hold(problem: Problem, fixed: Held) -> None:
         if len(others) == len(cuts):
             held = "whole" if wanted is None else f"cut on dim {wanted.dim}: {wanted.rows}"
             raise PlanError(f"{node.name} is loaded {held}, which this program cannot use")
-        problem.choices[node] = replace(choice, forbidden=frozenset(others), held=True)
+        problem.choices[node] = replace(choice, forbidden=frozenset(others))
 
 
 def _planned(laid: Laid, options: Options) -> Planned:

@@ -141,7 +141,7 @@ class CostPrices:
         """Seconds to bring the value at `choice.index` from layout `a` to layout `b`."""
         if choice.access is not None and len(choice.results) > 1:
             return None  # a tuple is converted after it is taken apart
-        if choice.weight and a != "whole" and not choice.held:
+        if choice.weight and a != "whole" and not choice.forbidden:
             return None  # a weight is stored as it is used, by the first of the programs
         kinds = COLLECTIVES.get((_kind(a), _kind(b)))
         if kinds is None:

@@ -33,8 +33,7 @@ class Choice:
     access: Access | None = None
     weight: bool = False
     free: bool = False  # a constant or an input: no work
-    forbidden: frozenset[int] = frozenset()
-    held: bool = False  # a weight that is loaded already, for another program
+    forbidden: frozenset[int] = frozenset()  # of a weight that is loaded for another program
     index: int = 0  # which result a conversion is about
 
     def for_result(self, index: int) -> Choice:

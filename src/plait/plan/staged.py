@@ -19,7 +19,7 @@ from plait.mesh import Mesh
 from plait.passes import microbatch, schedule
 from plait.passes.microbatch import Batch
 from plait.passes.partition import Share, partition
-from plait.plan import joint, planner, stages
+from plait.plan import joint, planner
 from plait.plan.placement import Placement
 from plait.plan.plan import Candidate, Choice, Plan, Staged, program_digest
 from plait.plan.planner import Held, Options, Planned
@@ -179,16 +179,8 @@ def _cut(
 ) -> Cuts:
     mesh = Mesh(options.tp, wish.pp, best.dp)
     link = Placement(_machine(wish.cluster, mesh), mesh, best.order).link
-    a_place = schedule.STAGES_A_PLACE[best.schedule]
-    return stages.cut(
-        line,
-        wish.pp * a_place,
-        byte_seconds=link.byte * (2 if training else 1),
-        send_seconds=link.start * (2 if training else 1),
-        memory=wish.cluster.device.memory / a_place,
-        opened=joint.opened(best.schedule, wish.pp, best.micro_batches, training),
-        homes=homes,
-    )
+    memory, name = wish.cluster.device.memory, best.schedule
+    return joint.divided(line, link, memory, wish.pp, name, best.micro_batches, training, homes)
 
 
 def _machine(cluster: Cluster, mesh: Mesh) -> Cluster:
