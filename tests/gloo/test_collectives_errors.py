@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from plait import collectives
 from plait.collectives import build
+from plait.collectives.run import TaggedWires
 from plait.errors import CollectiveError, PlaitError, ScheduleError
 from tests.gloo.harness import Failure, Pool
 
@@ -126,6 +127,27 @@ def test_ranks_that_ask_for_different_things(pool: Pool, what: str, name: str) -
     message = failures[0].message
     assert "the ranks ask for different collectives" in message
     assert all(f"rank {rank}: " in message for rank in range(3))
+    pool.run(lives, 3)
+
+
+def differing_slowly(group: Any) -> None:
+    """A rank that is held up in the comparison for longer than the sentry's patience."""
+    wires, rank = TaggedWires.send, dist.get_rank(group)
+
+    def late(self: TaggedWires, *sent: Any) -> Any:
+        TaggedWires.send = wires  # type: ignore[method-assign]
+        time.sleep(4)
+        return wires(self, *sent)
+
+    if rank == 1:
+        TaggedWires.send = late  # type: ignore[method-assign]
+    collectives.all_reduce(torch.ones(6 + rank), group, "ring")
+
+
+def test_a_comparison_takes_its_time(pool: Pool) -> None:
+    """It ends with the same message on all ranks, and the group lives on."""
+    failures = pool.errors(differing_slowly, 3)
+    assert {f.kind for f in failures} == {"CollectiveError"}
     pool.run(lives, 3)
 
 

@@ -123,7 +123,8 @@ class Communicator:
             return
         limit = timeout if timeout is not None else self._timeout(device)
         with self._sentry.over(self._calls, what, limit):
-            self._agree(what, device)
+            with self._sentry.comparing():
+                self._agree(what, device)
             yield
 
     @contextmanager

@@ -38,6 +38,7 @@ class Said(NamedTuple):
     what: str
     error: str = ""
     kind: str = ""  # the error's class
+    comparing: bool = False  # it exchanges headers, which every rank of the call takes part in
     broken: bool = False  # the rank's connections are closed, so that later calls fail as well
 
 
@@ -50,7 +51,8 @@ class Sentry:
         self.rank, self.size = group.rank(), group.size()
         self._lock = threading.Lock()
         self._call: tuple[int, str, float, float] | None = None  # number, what, since, timeout
-        self._said = -1  # the last call that was written into the store
+        self._comparing = False
+        self._said = (-1, False)  # the last call that was written into the store, and if comparing
         self._verdict: PlaitError | None = None
         wake = self._wake = threading.Event()
         threading.Thread(target=_watch, args=(weakref.ref(self), wake), daemon=True).start()
@@ -70,6 +72,15 @@ class Sentry:
         finally:
             self._call = None
 
+    @contextlib.contextmanager
+    def comparing(self) -> Iterator[None]:
+        """The ranks exchange what they ask for: a difference will be found by all, however late."""
+        self._comparing = True
+        try:
+            yield
+        finally:
+            self._comparing = False
+
     def refuse(self, number: int, what: str, error: PlaitError) -> None:
         """This rank takes no part in the call, so that the others shall not wait for it."""
         self._say(Said(number, what, f"rank {self.rank}: {error}", type(error).__name__))
@@ -80,8 +91,9 @@ class Sentry:
         if call is None or self._verdict or time.monotonic() - call[2] < PATIENCE:
             return
         number, what, since, timeout = call
-        if self._said < number:
-            self._say(Said(number, what))
+        comparing = self._comparing
+        if self._said != (number, comparing):
+            self._say(Said(number, what, comparing=comparing))
         verdict = self._judge(number, what, time.monotonic() - since, timeout)
         if verdict is not None and self._call is call:
             self._verdict = verdict
@@ -93,9 +105,12 @@ class Sentry:
         said = self._heard()
         if told := _told(said, number):
             return told
-        here = {rank: s.what for rank, s in said.items() if s.number == number} | {self.rank: what}
+        come = {rank: s for rank, s in said.items() if s.number == number}
+        come[self.rank] = Said(number, what, comparing=self._comparing)
+        here = {rank: s.what for rank, s in come.items()}
         patient = waited < PATIENCE + HEARSAY and len(here) < self.size
-        if len(set(here.values())) > 1 and not patient:
+        compared = all(s.comparing for s in come.values())  # they will all see it, and live on
+        if len(set(here.values())) > 1 and not patient and not compared:
             return CollectiveError(differing(number, here))
         if waited < timeout:
             return None
@@ -127,7 +142,7 @@ class Sentry:
 
     def _say(self, said: Said) -> None:
         with self._lock, contextlib.suppress(RuntimeError):  # the store may be gone with its rank
-            self._said = said.number
+            self._said = said.number, said.comparing
             self._store.set(str(self.rank), json.dumps(said))
 
     def _heard(self) -> dict[int, Said]:
