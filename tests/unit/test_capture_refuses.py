@@ -45,20 +45,6 @@ def of_operator(x: Tensor) -> Tensor:
     return doubled(x)
 
 
-def straight(x: Tensor) -> Tensor:
-    return Straight.apply(x)  # type: ignore[no-any-return]
-
-
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad
-
-
 class Between(nn.Module):
     """A function between two linears."""
 
@@ -69,11 +55,6 @@ class Between(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(self.function(self.up(x)))  # type: ignore[operator]
         return y
-
-
-def test_a_backward_that_would_be_lost_is_named() -> None:
-    with pytest.raises(CaptureError, match="the backward of Straight .*register_autograd"):
-        capture(Between(straight), (torch.randn(2, 5),), training=True)
 
 
 def test_the_backward_of_an_operator_is_kept() -> None:

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from plait.capture.call import Call, Range
 from plait.capture.forgotten import Forgotten
+from plait.capture.functions import traced
 from plait.capture.preserve import (
     on_meta,
     preserved,
@@ -93,7 +94,14 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
         symbols = _symbols(call, (args, kwargs))
         _watch_guards(env, trial)
         try:
-            with preserved(model) as changed, mode, _exporting(), forgotten.watching(), trial:
+            with (
+                preserved(model) as changed,
+                mode,
+                _exporting(),
+                forgotten.watching(),
+                traced(training),
+                trial,
+            ):
                 outputs = model(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises: the export raises it again
             return Proof(why_not=f"{type(error).__name__}: {error}")

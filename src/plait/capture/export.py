@@ -9,6 +9,7 @@ from torch.export import ExportedProgram
 
 from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
+from plait.capture.functions import traced, write_out
 from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
 from plait.capture.refuse import explained, refuse_fixed, refuse_model
 from plait.capture.written import decompositions, prepare
@@ -48,11 +49,13 @@ def _export(
     model: torch.nn.Module, call: Call, training: bool, proof: Proof, notes: tuple[str, ...]
 ) -> Export:
     args, kwargs = call.example(model)
-    with preserved(model), opaque(model, proof) as blocks:
+    with preserved(model), opaque(model, proof) as blocks, traced(training):
         if on_meta(model):
             swap_tensors(model, to_meta)
         exported = torch.export.export(
             model, args, kwargs, dynamic_shapes=call.dynamic_shapes(), strict=False
         )
     prepare(exported.graph_module, training)
-    return Export(exported.run_decompositions(decompositions()), call, blocks, notes)
+    exported = exported.run_decompositions(decompositions())
+    write_out(exported.graph)
+    return Export(exported, call, blocks, notes)

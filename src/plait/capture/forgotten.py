@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
+from plait.capture.functions import belongs_to_an_operator, lost, title
 from plait.errors import CaptureError
 
 
@@ -36,7 +36,7 @@ class Forgotten:
             node = stack.pop()
             if isinstance(node, torch.autograd.function.BackwardCFunction):
                 cls = node._forward_cls  # type: ignore[attr-defined]
-                if not _belongs_to_an_operator(cls):
+                if not belongs_to_an_operator(cls):
                     self.functions[cls] = None
             new = {n for n, _ in node.next_functions if n is not None} - seen
             seen |= new
@@ -72,23 +72,4 @@ class Forgotten:
                 "training=False"
             )
         if self.functions:
-            names = ", ".join(f"{f.__qualname__} ({_place(f)})" for f in self.functions)
-            raise CaptureError(
-                f"the backward of {names} would be lost: a captured graph has the backward of its "
-                "operators only. Write the forward so that autograd gives the same gradient "
-                "(x + (f(x) - x).detach() for a straight-through f), make it an operator "
-                "(torch.library.custom_op and register_autograd), or capture with training=False"
-            )
-
-
-def _belongs_to_an_operator(cls: type) -> bool:
-    """A backward that torch.library.register_autograd gave to an operator: the graph keeps the
-    operator, and with it this backward."""
-    return cls.__module__ == torch._library.autograd.__name__
-
-
-def _place(cls: type) -> str:
-    try:
-        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
-    except (OSError, TypeError):
-        return cls.__module__
+            raise lost(", ".join(map(title, self.functions)), "its forward was not seen")

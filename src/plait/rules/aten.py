@@ -15,6 +15,7 @@ from torch import fx
 from plait.rules import views
 from plait.rules.describe import Access, Describer, Letter, Rule, bind, rebind, resize
 from plait.rules.equation import Factor, product
+from plait.rules.own import SLOPED
 from plait.rules.rule import Binder, Elementwise, Equation, is_tensor, outputs
 from plait.rules.split import Split
 
@@ -520,7 +521,7 @@ def table() -> dict[Any, Rule]:
     """Operator -> rule, for this version of torch."""
     import operator
 
-    rules: dict[Any, Rule] = {operator.getitem: views.getitem}
+    rules: dict[Any, Rule] = {operator.getitem: views.getitem, SLOPED: Elementwise()}
     for names, rule in _LINES:
         for overload in _overloads(names):
             rules.setdefault(overload, rule)

@@ -1,0 +1,228 @@
+"""A user's `torch.autograd.Function`, kept in a graph that autograd differentiates.
+
+An export keeps the operators of the forward alone. So `apply` is made to run the forward, then the
+user's own backward for a gradient that is a mark, and to tie the two together:
+
+    y = forward(x).detach();  g = cotangent(y);  dx = backward(g);  y = sloped(y, x, dx)
+
+`write_out` proves of the operators between `g` and `dx`, by the equation table, that they are
+element-wise and linear in `g`. Then `dx` is `g * slope`, the slope what they give for ones:
+
+    y = sloped(y, x, slope)      forward: y      backward: dx = dy * slope
+
+which is element-wise itself, split and chunked like any other operator. A backward of another kind is
+refused by name, with the operator that stands in the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import checkpoint
+
+from plait.capture.clean import same_sizes
+from plait.capture.refuse import traced_place
+from plait.errors import CaptureError
+from plait.passes.fold import FILLS
+from plait.rules import aten as equations
+from plait.rules import views
+from plait.rules.describe import bind
+from plait.rules.own import COTANGENT, SLOPED
+from plait.rules.rule import Elementwise
+
+aten = torch.ops.aten
+
+
+def lost(name: str, reason: str) -> CaptureError:
+    """`name`: of a Function, or of several."""
+    return CaptureError(
+        f"the backward of {name} would be lost: {reason}; a graph keeps a backward that is "
+        "one factor for each element. Write the forward so that autograd gives the same gradient "
+        "(x + (f(x) - x).detach() for a straight-through f), make it an operator "
+        "(torch.library.custom_op and register_autograd), or capture with training=False"
+    )
+
+
+def title(cls: type) -> str:
+    try:
+        return f"{cls.__qualname__} ({inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]})"
+    except (OSError, TypeError):
+        return f"{cls.__qualname__} ({cls.__module__})"
+
+
+def belongs_to_an_operator(cls: type) -> bool:
+    """A backward that torch.library.register_autograd gave to an operator: the graph keeps the
+    operator, and with it this backward."""
+    return cls.__module__ == torch._library.autograd.__name__
+
+
+# -- while the model's Python runs ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def traced(training: bool) -> Iterator[None]:
+    """`apply` of every Function, also where a model has bound it to a name long before."""
+    def apply(cls: Any, *args: Any) -> Any:
+        known = belongs_to_an_operator(cls) or cls is checkpoint.CheckpointFunction
+        if known or not training or not torch.is_grad_enabled():
+            return super(_SingleLevelFunction, cls).apply(*args)
+        return _both_ways(cls, args)
+
+    base: Any = _SingleLevelFunction
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        del base.apply
+
+
+class Context:
+    """What a Function's forward and backward get as `ctx`."""
+
+    def __init__(self, cls: type, args: tuple[Any, ...]) -> None:
+        self.function = cls
+        self.needs_input_grad = tuple(isinstance(x, Tensor) and _has_gradient(x) for x in args)
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.constant: set[int] = set()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        self.constant |= set(map(id, outputs))
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise lost(title(self.function), "it changes its argument in place")
+
+
+def _both_ways(cls: Any, args: tuple[Any, ...]) -> Any:
+    ctx = Context(cls, args)
+    with torch.no_grad():
+        if cls.setup_context is _SingleLevelFunction.setup_context:
+            results = cls.forward(ctx, *args)
+        else:
+            results = cls.forward(*args)
+            cls.setup_context(ctx, args, results)
+    several = isinstance(results, tuple)
+    outputs = list(results) if several else [results]
+    with_gradient = [
+        i
+        for i, y in enumerate(outputs)
+        if isinstance(y, Tensor) and _has_gradient(y) and id(y) not in ctx.constant
+    ]
+    if len(with_gradient) > 1:
+        raise lost(title(cls), f"it has {len(with_gradient)} results with gradients")
+    for i in with_gradient:
+        outputs[i] = _tied(ctx, outputs, i, args)
+    return tuple(outputs) if several else outputs[0]
+
+
+def _tied(ctx: Context, outputs: list[Any], at: int, args: tuple[Any, ...]) -> Tensor:
+    """The output as one whose gradient goes to the arguments by the user's backward."""
+    cls: Any = ctx.function
+    y: Tensor = outputs[at].detach()  # the forward may give back what it was given
+    grad = COTANGENT(y, title(cls))
+    with torch.no_grad():
+        given = [grad if i == at else _zeros(x) for i, x in enumerate(outputs)]
+        back = cls.backward(ctx, *given)
+    back = back if isinstance(back, tuple) else (back,)
+    for x, dx in zip(args, back, strict=False):
+        if not isinstance(x, Tensor) or not isinstance(dx, Tensor) or not _has_gradient(x):
+            continue
+        if not x.shape == y.shape == dx.shape:
+            shapes = " for ".join(str(list(t.shape)) for t in (dx, y))
+            raise lost(title(cls), f"it gives a gradient of {shapes}")
+        y = SLOPED(y, x, dx)
+    return y
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _zeros(x: Any) -> Any:
+    return torch.zeros_like(x) if isinstance(x, Tensor) else None
+
+
+# -- in the exported graph -----------------------------------------------------------------------------
+
+
+def write_out(graph: fx.Graph) -> None:
+    """Every mark becomes a one for each element, and what was computed from it the slope."""
+    marked: dict[fx.Node, fx.Node] = {}  # value -> the mark that it depends on
+    graph.eliminate_dead_code()
+    for node in list(graph.nodes):
+        if node.target is COTANGENT:
+            marked[node] = node
+            continue
+        given = [x for x in node.all_input_nodes if x in marked]
+        if node.target is SLOPED:
+            if not given:
+                raise lost(_function_of(node), "it does not depend on the gradient")
+        elif given:
+            mark = marked[node] = marked[given[0]]
+            if not _linear(node, given, mark.meta["val"].shape):
+                raise lost(str(mark.args[1]), f"it computes {node.target}")
+    for node in marked:
+        _of_ones(graph, node)
+
+
+def _function_of(sloped: fx.Node) -> str:
+    """A mark may be unused, and gone: the line has to do."""
+    return f"the Function at {traced_place(sloped)}"
+
+
+def _linear(node: fx.Node, given: list[fx.Node], shape: Any) -> bool:
+    """Whether it is element-wise, and linear in what depends on the gradient."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not same_sizes(value.shape, shape):
+        return False
+    rule = _RULES.get(node.target)
+    if rule is views.same:
+        return True
+    bound = bind(node) if isinstance(rule, Elementwise) else {}
+    names = {name for name, x in bound.items() if x in given}
+    if node.target in _CHOICES:
+        others = [bound[name] for name in _CHOICES[node.target] if name not in names]
+        return not names & {"mask", "condition"} and all(map(_is_zero, others))
+    floats = all(_has_gradient(x.meta["val"]) for x in (*given, node))
+    return floats and any(names == set(group) for group in getattr(rule, "carry", ()))
+
+
+def _is_zero(x: Any) -> bool:
+    if isinstance(x, fx.Node):
+        return x.target in FILLS and FILLS[x.target](x.args) == 0
+    return bool(x == 0)
+
+
+def _of_ones(graph: fx.Graph, node: fx.Node) -> None:
+    """The value of a node where the gradient is one everywhere, in dims of size 1."""
+    if node.target is COTANGENT:
+        y = node.args[0].meta["val"]  # type: ignore[union-attr]
+        node.target, node.args = aten.full.default, ([1] * y.dim(), 1)
+        node.kwargs = {"dtype": y.dtype, "device": y.device}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+    with torch.no_grad(), node.meta["val"].fake_mode:
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+_RULES = equations.table()
+# Of which one operand is taken; the others have to be zero.
+_CHOICES: dict[Any, tuple[str, ...]] = {
+    aten.where.self: ("self", "other"),
+    aten.where.ScalarOther: ("self", "other"),
+    aten.where.ScalarSelf: ("self", "other"),
+    aten.masked_fill.Scalar: ("self", "value"),
+}
