@@ -86,7 +86,7 @@ def _guesses(seen: torch.Tensor) -> Iterator[Pattern]:
         reach = right - 1 - offset
         if reach == 0 and down == rows:
             yield Pattern("causal", offset=offset)
-        elif reach == 0:
+        elif reach == 0 and down + offset > 0:
             yield Pattern("window", (down + offset,), offset)
             yield Pattern("chunk", (down + offset,), offset)
         elif reach > 0 and down < rows and right < cols:
