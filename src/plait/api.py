@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.capture import capture
+from plait.capture.join import Join, along
 from plait.capture.loss import Loss, with_loss
 from plait.capture.state import Ambient, State, around, posed
 from plait.cluster import Cluster
 from plait.cluster.presets import grow
 from plait.errors import CaptureError, InputError, PlanError
-from plait.mesh import Mesh, refuse_what_is_coming
-from plait.passes.microbatch import why_uncut
+from plait.mesh import ORDERS, Mesh, Seats, refuse_what_is_coming
+from plait.passes.microbatch import Joined, Uncut, why_uncut
 from plait.passes.schedule import SCHEDULES
 from plait.plan import joint, overlaps, planner, staged
 from plait.plan.plan import Choice, Plan, program_digest
@@ -31,8 +32,7 @@ from plait.runtime.compiled import Compiled, Holdings, Values, part_of
 from plait.runtime.executor import Executable, executable, layouts
 from plait.runtime.follow import Follower
 from plait.runtime.processes import world
-from plait.runtime.staging import Staging
-from plait.runtime.transport import Transport
+from plait.runtime.staging import Seat, Staging
 from plait.runtime.weights import locate, open_source
 
 
@@ -43,7 +43,7 @@ def compile(
     *,
     tp: int | str = "auto",
     pp: int | str = "auto",
-    dp: int = 1,
+    dp: int | str = 1,
     cluster: Cluster | str | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
@@ -73,7 +73,7 @@ def compile(
     or "last"): of a pipeline. `deterministic`: no algorithm that orders its sums by itself. Raises on every
     rank: CaptureError, MeshError, PlanError (does not fit the memory), WeightError, InputError, NotYetError.
     """
-    refuse_what_is_coming(dp=dp, recompute=recompute)
+    refuse_what_is_coming(recompute=recompute)
     overlaps.check(overlap)
     if group is None:
         group, _ = world()
@@ -96,8 +96,9 @@ def compile(
     mesh, options = _mesh(program, ask, agreement, plan)
     one_piece = micro_batches == "auto" and mesh.pp == 1
     pieces = options.choice.winner.micro_batches if options.choice and one_piece else micro_batches
-    staging = Staging.of(mesh, machine, group, pieces, schedule, outputs)
-    alone = replace(Transport.of(group), backward=agreement.backward)
+    order = options.choice.winner.order if options.choice is not None else ORDERS[0]
+    seat = Seat.of(Seats(mesh, order), group, agreement, place)
+    staging = Staging.of(seat, machine, pieces, schedule, outputs, training)
     job = _Job(
         source=source,
         options=replace(
@@ -106,16 +107,17 @@ def compile(
             cluster=machine.subset(range(mesh.tp)) if machine.size >= mesh.tp else machine,
             overlap=overlap if mesh.pp == 1 else "off",  # a stage's cut may not fall into a region
         ),
-        transport=staging.transport if staging is not None else alone,
+        seat=seat,
         agreement=agreement,
         device=place,
         saved=plan,
         staging=staging,
     )
     first = job.build(program)
+    agreement.divide(seat.seats.replicas())
     with job.agreement.step("load"):
         holdings = _load(model, program, first, job, weights, dtype)
-    return Compiled(first, holdings, job.transport, job.agreement, job.again(first), follower)
+    return Compiled(first, holdings, seat.transport, job.agreement, job.again(first), follower)
 
 
 def plan(
@@ -215,20 +217,20 @@ class _Job:
 
     source: _Source
     options: planner.Options
-    transport: Transport
+    seat: Seat
     agreement: Agreement
     device: torch.device
     saved: Plan | None = None
     staging: Staging | None = None  # of a pipeline
 
-    def build(self, program: Program, first: Any = None) -> Any:
+    def build(self, program: Program, first: Any = None, joined: Joined | None = None) -> Any:
         """What runs the program on this rank; `first` holds the weights that it must take."""
         if self.staging is not None:
             return self.staging.build(
-                program, self.options, self.agreement, self.device, self.saved, first
+                program, self.options, self.agreement, self.device, self.saved, first, joined
             )
         fixed = None if first is None else layouts(first.local)
-        return executable(self.plan(program, fixed), self.transport, self.device)
+        return executable(self.plan(program, fixed), self.seat.transport, self.device)
 
     def plan(self, program: Program, fixed: Held | None = None) -> Planned:
         """Rank 0's plan on every rank; all ranks must have captured the same program."""
@@ -238,8 +240,9 @@ class _Job:
         mine: Planned | None = None
         text = ""
         with self.agreement.step("plan"):
-            if self.transport.rank == 0:
+            if self.agreement.plans:
                 mine = planner.make(program, self.options, fixed)
+                mine = replace(mine, plan=replace(mine.plan, dp=self.seat.seats.mesh.dp))
                 text = mine.plan.to_json()
         chosen = Plan.from_json(self.agreement.broadcast("plan", text))
         return mine if mine is not None else planner.replay(program, chosen, self.options)
@@ -260,6 +263,7 @@ class _Job:
             if loss.asked:
                 source = replace(source, model=with_loss(source.model, loss), dynamic=None)
             program: Program | None = None
+            joined: Joined | None = None
             reason = ""
             with self.agreement.step("compile"):
                 try:
@@ -270,11 +274,50 @@ class _Job:
                     if not loss.asked:
                         raise
                     reason = str(error)
+            if loss.every is not None:
+                program, joined, reason = self._join(source, program, loss, state, values, reason)
             if loss.asked:
                 self.agreement.same("compile", [reason])
-            return self.build(program, first) if program is not None and not reason else reason
+            if program is None or reason:
+                return reason
+            return self.build(program, first, joined)
 
         return recompile
+
+    def _join(
+        self,
+        source: _Source,
+        own: Program | None,
+        loss: Loss,
+        state: State,
+        values: Values,
+        reason: str,
+    ) -> tuple[Program | None, Joined | None, str]:
+        """The program of all replicas' batches together, or why there is none."""
+        agreement, program = self.agreement, None
+        failed = next(filter(None, agreement.all_replicas("join", reason if own is None else "")), "")
+        if failed:
+            return None, None, failed
+        told = agreement.all_replicas("join", along(own) if own is not None else None)
+        with agreement.step("join"):
+            join = Join.of(told, loss.every)
+        if not join.possible:
+            return None, None, "no input has a dim that holds the batch"
+        args, kwargs = source.args, source.kwargs or {}
+        rest = agreement.all_replicas("join", join.rest(args, kwargs))
+        if len(set(rest)) > 1:
+            raise InputError("step: inputs without a batch differ between replicas; pass the same")
+        found: Joined | Uncut = Uncut("")
+        with agreement.step("join"):
+            args, kwargs = join.example(args, kwargs)
+            try:
+                program = replace(source, args=args, kwargs=kwargs).capture_again(state, values)
+                found = join.found(program, self.seat.replicas.number)
+            except CaptureError as error:
+                found = Uncut(str(error))
+        if isinstance(found, Uncut):
+            return None, None, found.reason
+        return program, found, ""
 
 
 def _load(
@@ -284,8 +327,8 @@ def _load(
     loading = locate(program.weights, model=model, source=source, unused=program.unused)
     shares = {s.weight.name: s for s in first.local.shares}
     unused = {w.name: w for w in program.unused}
-    parts = {n: part_of(s.weight, s.cut, job.transport.rank) for n, s in shares.items()}
-    parts |= {n: part_of(w, None, job.transport.rank) for n, w in unused.items()}
+    parts = {n: part_of(s.weight, s.cut, job.seat.transport.rank) for n, s in shares.items()}
+    parts |= {n: part_of(w, None, job.seat.transport.rank) for n, w in unused.items()}
     places = job.staging.places(first, job.device) if job.staging is not None else None
     if places is not None:
         parts = {n: part for n, part in parts.items() if places.holds(n)}
@@ -294,7 +337,7 @@ def _load(
         if weight.kind == "parameter" and weight.name in tensors:
             value = tensors[weight.name]
             tensors[weight.name] = nn.Parameter(value, requires_grad=weight.requires_grad)
-    return Holdings(shares, tensors, unused, places)
+    return Holdings(shares, tensors, unused, job.seat, places)
 
 
 def _same_weights(before: Program, now: Program) -> None:

@@ -1,12 +1,24 @@
-"""Mesh: how many ranks each axis gets, and what does not fit."""
+"""Mesh: how many ranks each axis gets, where each of them sits, and what does not fit.
+
+    rank = (stage * dp + replica) * tp + index      order "pp dp tp", outermost first
+    rank = (replica * pp + stage) * tp + index      order "dp pp tp"
+
+Neighbours talk most, so tensor parallelism is innermost.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plait.errors import MeshError, NotYetError
+
+ORDERS = ("pp dp tp", "dp pp tp")
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,31 @@ class Mesh:
         return found
 
 
+@dataclass(frozen=True)
+class Seats:
+    """Where the ranks of a mesh sit. Each group of an axis is a line through `grid`."""
+
+    mesh: Mesh
+    order: str = ORDERS[0]
+
+    @cached_property
+    def grid(self) -> NDArray[np.int64]:
+        """[pp, dp, tp]: the rank of each seat."""
+        ranks, m = np.arange(self.mesh.size), self.mesh
+        if self.order == ORDERS[0]:
+            return ranks.reshape(m.pp, m.dp, m.tp)
+        return ranks.reshape(m.dp, m.pp, m.tp).transpose(1, 0, 2)
+
+    def of(self, rank: int) -> tuple[int, int, int]:
+        """(place, replica, index) of a rank."""
+        place, replica, index = np.argwhere(self.grid == rank)[0].tolist()
+        return place, replica, index
+
+    def replicas(self) -> list[list[int]]:
+        """The ranks of every replica, that of its first place and index first."""
+        return [self.grid[:, r].ravel().tolist() for r in range(self.mesh.dp)]
+
+
 def _numbers(value: int | str, ranks: int) -> Iterator[int]:
     """The divisors of `ranks` that an axis may have."""
     wanted = range(1, ranks + 1) if value == "auto" else (int(value),)
@@ -72,6 +109,5 @@ def refuse_what_is_coming(**options: Any) -> None:
 
 
 _COMING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "dp": ((1,), "data parallelism"),
     "recompute": (("auto", "off"), "recomputing activations"),
 }

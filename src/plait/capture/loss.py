@@ -24,10 +24,14 @@ TARGET = "plait_target"
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """`fn(out, *target)`, or the model's own loss where there is no `fn`; none where none is asked."""
+    """`fn(out, *target)`, or the model's own loss where there is no `fn`; none where none is asked.
+
+    `every`: the shapes of all replicas' inputs, where it is the loss of all of them together.
+    """
 
     fn: Callable[..., Tensor] | None = None
     asked: bool = True
+    every: Any = None
 
     def __post_init__(self) -> None:
         learned = list(self.fn.parameters()) if isinstance(self.fn, nn.Module) else []
@@ -53,7 +57,7 @@ class Loss:
     def same(self, other: Loss) -> bool:
         """A function that is written in a loop is the same one each time, if all it closes over is."""
         a, b = self.fn, other.fn
-        if self.asked != other.asked:
+        if (self.asked, self.every) != (other.asked, other.every):
             return False
         if isinstance(a, FunctionType) and isinstance(b, FunctionType):
             return a.__code__ is b.__code__ and _equal(_bound(a), _bound(b))

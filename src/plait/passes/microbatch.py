@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,11 +65,47 @@ class Batch:
         return f"no more than {MOST} are run" if self.pieces == MOST else "there are as many rows"
 
 
-def find(program: Program, d: Description, count: int) -> Batch | Uncut:
-    """The outermost factor of the inputs that can be cut into (at most) `count` pieces, or MOST."""
+@dataclass(frozen=True)
+class Joined:
+    """Replicas whose batches are one batch of a program: the `rows` of each, along `factor`."""
+
+    factor: str
+    rows: tuple[int, ...]
+    number: int = 0  # this replica
+    pieces: int = 1  # micro-batches of each
+
+    @property
+    def all(self) -> list[range]:
+        """The pieces of every replica."""
+        m = self.pieces
+        return [range(r * m, (r + 1) * m) for r in range(len(self.rows))]
+
+    @property
+    def own(self) -> range:
+        return self.all[self.number]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rows of every piece."""
+        m = self.pieces
+        return [n // m + (k < n % m) for n in self.rows for k in range(m)]
+
+
+def find(
+    program: Program, d: Description, count: int, *, factor: str = "", rows: Sequence[int] = ()
+) -> Batch | Uncut:
+    """The outermost factor of the inputs that can be cut into (at most) `count` pieces, or MOST.
+
+    `factor`: that one, by name. `rows`: of every piece.
+    """
     reasons = []
     for f in _candidates(program, d):
-        found = _cut(program, d, Split.even((f,), min(count, f.size, MOST)))
+        if factor not in ("", f.name):
+            continue
+        split = Split.even((f,), min(count, f.size, MOST))
+        if rows:
+            split = Split((f,), tuple(accumulate(rows, initial=0)))
+        found = _cut(program, d, split)
         if isinstance(found, Batch):
             return found
         reasons.append(found)

@@ -26,12 +26,13 @@ from math import ceil
 from plait.cluster import Cluster
 from plait.cluster.presets import grow
 from plait.errors import InputError, PlanError
-from plait.mesh import Mesh
+from plait.mesh import ORDERS, Mesh
 from plait.passes import microbatch, schedule
-from plait.passes.microbatch import Batch, Uncut
+from plait.passes.microbatch import Batch, Joined, Uncut
 from plait.passes.schedule import Schedule
 from plait.plan import planner
-from plait.plan.placement import ORDERS, Link, Placement
+from plait.plan.gradients import bare, room, summed
+from plait.plan.placement import Link, Placement
 from plait.plan.plan import Candidate, Choice, program_digest
 from plait.plan.planner import Laid, Options
 from plait.plan.prices import Collective
@@ -61,6 +62,7 @@ class Ask:
     orders: tuple[str, ...] = ORDERS
     recompute: tuple[str, ...] = ("off",)
     outputs: str = "all"
+    joined: Joined | None = None  # the program is of these replicas' batches together
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class _Search:
     ) -> Candidate | str:
         mesh, training = placement.mesh, self.program.training
         line = group.line(self._share(pieces), recompute == "full")
-        memory = self.ask.cluster.device.memory
+        memory = self.ask.cluster.device.memory - room(mesh, group.work)
         try:
             cuts = divided(line, placement.link, memory, mesh.pp, name, pieces, training)
         except PlanError as error:
@@ -267,7 +269,7 @@ class _Search:
         compute = sum(item.seconds for item in line.items) * pieces / mesh.pp - sent
         ways = 2 if training else 1
         sends = ways * sum(map(placement.link.seconds, cuts.crossing)) * pieces / mesh.pp
-        gradients = self._gradients(placement, group.work, cuts)
+        gradients = bare(summed(placement, self.ask.options, group.work), cuts)
         outputs = self._outputs(placement.link, mesh, group.work)
         seconds = passes + gradients + outputs
         a_place = schedule.STAGES_A_PLACE[name]
@@ -283,7 +285,8 @@ class _Search:
             recompute=recompute,
             seconds=seconds,
             period=steady / mesh.dp,
-            memory=max(sum(cuts.memory[p :: mesh.pp]) for p in range(mesh.pp)),
+            memory=max(sum(cuts.memory[p :: mesh.pp]) for p in range(mesh.pp))
+            + room(mesh, group.work),
             parts={
                 "compute": compute,
                 "collectives": sent,
@@ -294,22 +297,6 @@ class _Search:
             },
             stages=cuts.seconds if a_place * mesh.pp > 1 else (),
         )
-
-    def _gradients(self, placement: Placement, work: Work, cuts: Cuts) -> float:
-        """The sum over replicas of the largest stage's gradients that its last backward leaves bare."""
-        if placement.mesh.dp == 1 or not work.trained:
-            return 0.0
-        options = replace(
-            self.ask.options,
-            tp=placement.mesh.dp,
-            cluster=placement.dp.cluster,
-            crowd=placement.dp.crowd,
-            algorithm="auto",
-        )
-        nbytes = sum(work.trained.values()) / placement.mesh.pp
-        whole = planner.collective(options)("all_reduce", nbytes)
-        backward = max(cuts.seconds) * schedule.BACKWARD / (1 + schedule.BACKWARD)
-        return max(whole - backward, whole / 10)  # the last bucket has nothing to hide under
 
     def _outputs(self, link: Link, mesh: Mesh, work: Work) -> float:
         """The last stage sends its whole results to every other."""
@@ -326,13 +313,16 @@ class _Search:
     @cached_property
     def _found(self) -> Batch | Uncut:
         """The batch, cut as finely as it can be; or why it cannot."""
-        if self.ask.micro_batches == 1:
+        if self.ask.micro_batches == 1 and self.ask.joined is None:
             return Uncut("one was asked for")
-        return microbatch.find(self.program, self.description, 2**30)
+        factor = self.ask.joined.factor if self.ask.joined is not None else ""
+        return microbatch.find(self.program, self.description, 2**30, factor=factor)
 
     def _counts(self, mesh: Mesh) -> list[int]:
         asked = self.ask.micro_batches
         rows = self.batch.pieces if self.batch is not None else 1
+        if self.ask.joined is not None:
+            rows = min(rows, *self.ask.joined.rows)
         if isinstance(asked, int):
             return [min(asked, rows)]
         most = min(rows, DEEP * mesh.pp) if mesh.pp > 1 else rows
@@ -340,8 +330,10 @@ class _Search:
         return sorted(n for n in wanted if n <= most)
 
     def _share(self, pieces: int) -> float:
+        """The part of the program's batch that a micro-batch has."""
         rows = self.batch.pieces if self.batch is not None else 1
-        return ceil(rows / pieces) / rows
+        own = max(self.ask.joined.rows) if self.ask.joined is not None else rows
+        return ceil(own / pieces) / max(rows, own)
 
     def _notes(self) -> tuple[str, ...]:
         asked = self.ask.micro_batches

@@ -1,11 +1,8 @@
 """Placement: where the ranks of a mesh stand on the cluster, and what their links then cost.
 
-    rank = (stage * dp + replica) * tp + rank in the group       order "pp dp tp", outermost first
-    rank = (replica * pp + stage) * tp + rank in the group       order "dp pp tp"
-
-Neighbours talk most, so tensor parallelism is innermost. A group is priced on the devices where it
-stands: the worst of all groups of an axis (one that straddles two hosts holds up the others), with
-the links that groups share while all of them talk at once divided among them.
+A group is priced on the devices where it stands (mesh.py has the order of the axes): the worst of all
+groups of an axis (one that straddles two hosts holds up the others), with the links that groups share
+while all of them talk at once divided among them.
 """
 
 from __future__ import annotations
@@ -19,11 +16,10 @@ from numpy.typing import NDArray
 
 from plait.cluster import Cluster
 from plait.cost.comm import price
-from plait.mesh import Mesh
+from plait.mesh import ORDERS, Mesh, Seats
 
 Ranks = NDArray[np.int64]
 
-ORDERS = ("pp dp tp", "dp pp tp")
 PROBE = 2**20  # bytes of the all-reduce by which groups are compared
 
 
@@ -55,10 +51,7 @@ class Placement:
     @cached_property
     def grid(self) -> Ranks:
         """[pp, dp, tp]: the rank of each."""
-        ranks = np.arange(self.mesh.size)
-        if self.order.startswith("pp"):
-            return ranks.reshape(self.mesh.pp, self.mesh.dp, self.mesh.tp)
-        return ranks.reshape(self.mesh.dp, self.mesh.pp, self.mesh.tp).transpose(1, 0, 2)
+        return Seats(self.mesh, self.order).grid
 
     @cached_property
     def tp(self) -> Group:

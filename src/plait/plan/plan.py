@@ -194,6 +194,7 @@ class Plan:
     overlaps: tuple[Overlapped, ...] = ()
     staged: Staged | None = None  # of a pipeline
     times: tuple[tuple[str, float, float], ...] = ()  # operators: seconds forward and backward
+    gradients: Placed | None = None  # their sum over replicas
     choice: Choice | None = None  # where more than one mesh, schedule or cut in time was weighed
 
     @property
@@ -230,6 +231,8 @@ class Plan:
             data["overlaps"] = tuple(
                 Overlapped(**o | {"sites": tuple(o["sites"])}) for o in data.get("overlaps", ())
             )
+            if data.get("gradients") is not None:
+                data["gradients"] = Placed(**data["gradients"])
             if data.get("staged") is not None:
                 data["staged"] = Staged.of(data["staged"])
             if data.get("choice") is not None:

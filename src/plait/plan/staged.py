@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from plait.cluster import Cluster
 from plait.cluster.presets import grow
 from plait.errors import PlanError
-from plait.mesh import Mesh
+from plait.mesh import ORDERS, Mesh
 from plait.passes import microbatch, schedule
-from plait.passes.microbatch import Batch
+from plait.passes.microbatch import Batch, Joined
 from plait.passes.partition import Share, partition
 from plait.plan import joint, planner
+from plait.plan.gradients import summed
 from plait.plan.placement import Placement
 from plait.plan.plan import Candidate, Choice, Plan, Staged, program_digest
 from plait.plan.planner import Held, Options, Planned
@@ -37,6 +38,9 @@ class Wish:
     cluster: Cluster
     micro_batches: int | str = "auto"
     schedule: str = "auto"
+    dp: int = 1
+    order: str = ORDERS[0]
+    joined: Joined | None = None  # of a program of all replicas' batches
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Pieces:
     description: Description
     batch: Batch | None
     planned: tuple[Planned, ...]
+    joined: Joined | None = None  # `batch` is cut into the pieces of all replicas, `planned` are this one's
 
     @property
     def plan(self) -> Plan:
@@ -71,7 +76,8 @@ def make(
     description = describe(program, table())
     choice = _choice(program, description, wish, options)
     best = choice.winner
-    batch, pieces, name = _batch(program, description, best), best.micro_batches, best.schedule
+    pieces, name = best.micro_batches, best.schedule
+    batch = _batch(program, description, pieces, wish.joined)
     first, *others = _sizes(program, description, batch)
     laid = planner.lay(first, options, fixed)
     planned = planner.make(first, options, laid=laid)
@@ -86,7 +92,7 @@ def make(
     both = 1.0 + schedule.BACKWARD if program.training else 1.0
     staged = Staged(
         program=program_digest(program),
-        rows=tuple(batch.rows(k) for k in range(pieces)) if batch is not None else (),
+        rows=tuple(map(batch.rows, range(batch.pieces))) if batch is not None else (),
         factor=batch.split.name if batch is not None else "",
         firsts=tuple(line.items[b].name for b in cuts.bounds[1:-1]),
         light=work.light,
@@ -102,7 +108,9 @@ def make(
     plan = replace(
         planned.plan,
         pp=wish.pp,
+        dp=wish.dp,
         staged=staged,
+        gradients=summed(_placed(wish, options, best), options, work),
         seconds=joint.played(order, cuts.seconds) + ends,
         seconds_alone=planned.plan.seconds_alone * pieces,
         cluster=str(wish.cluster),
@@ -125,7 +133,9 @@ def settle(program: Program, ask: joint.Ask, found: joint.Found) -> Plan:
         plan = planner.make(program, options, laid=found.laid).plan
         plan = replace(plan, seconds=plan.seconds + best.parts["gradients"])
     else:
-        wish = Wish(best.pp, ask.cluster, best.micro_batches, best.schedule)
+        wish = Wish(
+            best.pp, ask.cluster, best.micro_batches, best.schedule, best.dp, best.order
+        )
         plan = make(program, options, wish).plan
     return replace(plan, dp=mesh.dp, cluster=str(ask.cluster))
 
@@ -144,19 +154,29 @@ def replay(program: Program, plan: Plan, options: Options, wish: Wish) -> Pieces
     description = describe(program, table())
     batch: Batch | None = None
     if staged.rows:
-        found = microbatch.find(program, description, len(staged.rows))
-        assert isinstance(found, Batch) and found.split.name == staged.factor
+        found = microbatch.find(
+            program, description, len(staged.rows), factor=staged.factor, rows=staged.rows
+        )
+        assert isinstance(found, Batch)
         batch = found
-    out, seen = list[Planned](), dict[int, Mapping[str, str]]()
-    others = iter(staged.strategies)
-    for k, piece in enumerate(_programs(program, description, batch)):
+    joined = wish.joined
+    if joined is not None:
+        joined = replace(joined, pieces=len(staged.rows) // len(joined.rows))
+    numbers = joined.own if joined is not None else range(len(staged.rows) or 1)
+    by_rows = _strategies(plan, staged)
+    out = list[Planned]()
+    for k, piece in zip(numbers, _programs(program, description, batch, numbers), strict=True):
         rows = batch.rows(k) if batch is not None else 0
-        if rows not in seen:
-            seen[rows] = plan.strategies if k == 0 else next(others)
-        own = replace(plan, program=program_digest(piece), strategies=seen[rows])
+        own = replace(plan, program=program_digest(piece), strategies=by_rows[rows])
         planned = planner.replay(piece, own, options)
-        out.append(replace(planned, plan=plan) if k == 0 else planned)
-    return Pieces(program, description, batch, tuple(out))
+        out.append(planned if out else replace(planned, plan=plan))
+    return Pieces(program, description, batch, tuple(out), joined)
+
+
+def _strategies(plan: Plan, staged: Staged) -> dict[int, Mapping[str, str]]:
+    """By the rows of a micro-batch: the plan's own are those of the first."""
+    sizes = dict.fromkeys(staged.rows or (0,))
+    return dict(zip(sizes, (plan.strategies, *staged.strategies), strict=True))
 
 
 def _choice(program: Program, d: Description, wish: Wish, options: Options) -> Choice:
@@ -164,8 +184,11 @@ def _choice(program: Program, d: Description, wish: Wish, options: Options) -> C
     known = joint.allowed(wish.schedule, joint.RUNS)
     if options.choice is not None and options.choice.program == program_digest(program):
         return options.choice
-    mesh = Mesh(options.tp, wish.pp)
-    ask = joint.Ask((mesh,), _machine(wish.cluster, mesh), options, wish.micro_batches, known)
+    mesh = Mesh(options.tp, wish.pp, wish.dp)
+    ask = joint.Ask(
+        (mesh,), _machine(wish.cluster, mesh), options, wish.micro_batches, known,
+        orders=(wish.order,), joined=wish.joined,
+    )  # fmt: skip
     return joint.search(program, ask, d).choice
 
 
@@ -177,10 +200,14 @@ def _cut(
     training: bool,
     homes: Sequence[frozenset[str]] | None,
 ) -> Cuts:
-    mesh = Mesh(options.tp, wish.pp, best.dp)
-    link = Placement(_machine(wish.cluster, mesh), mesh, best.order).link
+    link = _placed(wish, options, best).link
     memory, name = wish.cluster.device.memory, best.schedule
     return joint.divided(line, link, memory, wish.pp, name, best.micro_batches, training, homes)
+
+
+def _placed(wish: Wish, options: Options, best: Candidate) -> Placement:
+    mesh = Mesh(options.tp, wish.pp, wish.dp)
+    return Placement(_machine(wish.cluster, mesh), mesh, best.order)
 
 
 def _machine(cluster: Cluster, mesh: Mesh) -> Cluster:
@@ -191,10 +218,14 @@ def _machine(cluster: Cluster, mesh: Mesh) -> Cluster:
 # -- micro-batches ---------------------------------------------------------------------------------
 
 
-def _batch(program: Program, d: Description, best: Candidate) -> Batch | None:
-    if best.micro_batches == 1:
+def _batch(program: Program, d: Description, pieces: int, joined: Joined | None) -> Batch | None:
+    if joined is not None:
+        every = replace(joined, pieces=pieces).sizes
+        found = microbatch.find(program, d, len(every), factor=joined.factor, rows=every)
+    elif pieces == 1:
         return None
-    found = microbatch.find(program, d, best.micro_batches)
+    else:
+        found = microbatch.find(program, d, pieces)
     assert isinstance(found, Batch)
     return found
 
@@ -209,13 +240,15 @@ def _sizes(program: Program, d: Description, batch: Batch | None) -> list[Progra
     return [microbatch.piece(program, d, batch, k) for k in firsts.values()]
 
 
-def _programs(program: Program, d: Description, batch: Batch | None) -> list[Program]:
-    """All pieces; values of one number of rows are sized once."""
+def _programs(
+    program: Program, d: Description, batch: Batch | None, numbers: Sequence[int]
+) -> list[Program]:
+    """The pieces of these numbers; values of one number of rows are sized once."""
     if batch is None:
         return [program]
     first: dict[int, Program] = {}
     out = []
-    for k in range(batch.pieces):
+    for k in numbers:
         out.append(microbatch.piece(program, d, batch, k, first.get(batch.rows(k))))
         first.setdefault(batch.rows(k), out[-1])
     return out

@@ -19,6 +19,7 @@ def explain(plan: Plan) -> str:
             *([f"stages: {plan.staged}"] if plan.staged is not None else []),
             *_weights(plan),
             *_collectives(plan),
+            *([f"over dp={plan.dp}, in buckets: {plan.gradients}"] if plan.gradients else []),
             *_regions(plan),
             *_whole(plan),
             *(f"note: {note}" for note in plan.notes),

@@ -64,6 +64,33 @@ class Cut:
     def counts(self) -> tuple[int, ...]:
         return tuple(count(r) for r in self.rows)
 
+    def within(self, ranks: Sequence[int]) -> Cut:
+        """Of the rows that `ranks` hold together (no row twice), those of each, counted among them."""
+        at, begins = 0, dict[int, int]()
+        for lo, hi in sorted(part for r in ranks for part in self.rows[r]):
+            begins[lo] = at
+            at += hi - lo
+        rows = tuple(
+            joined_up([(begins[lo], begins[lo] + hi - lo) for lo, hi in self.rows[r]]) for r in ranks
+        )
+        return Cut(self.dim, at, rows, rows)
+
+    def together(self, groups: Sequence[Sequence[int]]) -> Cut:
+        """The rows that each group of ranks holds together."""
+        rows = tuple(joined_up(sorted(p for r in g for p in self.rows[r])) for g in groups)
+        return Cut(self.dim, self.size, rows, rows)
+
+
+def joined_up(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Sorted ranges, neighbours as one."""
+    out: list[tuple[int, int]] = []
+    for lo, hi in ranges:
+        if out and out[-1][1] == lo:
+            out[-1] = (out[-1][0], hi)
+        else:
+            out.append((lo, hi))
+    return tuple(out)
+
 
 def count(ranges: Ranges) -> int:
     return sum(hi - lo for lo, hi in ranges)

@@ -13,6 +13,7 @@ While an action computes, the messages of the next one are already on their way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.errors import InputError
 from plait.passes.late import Queue
 from plait.passes.pipeline import Wire
 from plait.passes.schedule import Action, Schedule
 from plait.passes.trace import Reach
-from plait.rules.moves import take
+from plait.rules.moves import Step, take
 from plait.runtime import channel
 from plait.runtime.channel import Channel, Incoming
-from plait.runtime.stages import Piece, Stages
+from plait.runtime.replicas import Reduction
+from plait.runtime.stages import Feed, Piece, Stages
 
 SALT = 0x9E3779B97F4A7C15 % 2**62  # apart from the seed of the whole call: a draw per micro-batch
 
@@ -71,25 +74,51 @@ class Run:
         }
         self.originals = {n: weights[name] for n, name in self.held.items()}
         self.results: dict[tuple[int, int], Any] = {}  # (flat, micro-batch) of this rank's stages
+        self._whole: dict[int, Tensor] = {}  # inputs with the rows of all replicas, by leaf
         self._open: dict[tuple[int, int], _Open] = {}
         self._queues: dict[tuple[int, int], Queue] = {}
         self._at = {a: i for line in order.places for i, a in enumerate(line)}
         self._grads: Mapping[int, Tensor] = {}
+        self.ends = frozenset[int]()  # flat outputs that have a gradient, on any replica
 
     # -- the schedule --------------------------------------------------------------------------------
 
     def perform(self, kinds: str, grads: Mapping[int, Tensor] | None = None) -> None:
         """The actions of these kinds, in order; `grads`: of flat outputs, whole, on every rank."""
         self._grads = grads or {}
+        reduction = self._reduction() if grads is not None else None
         mine = [a for a in self.order.places[self.stages.channel.place] if a.kind in kinds]
         posted = self._post(mine[0]) if mine else {}
         for action, following in zip(mine, [*mine[1:], None], strict=True):
             coming = self._post(following) if following is not None else {}
             self._do(action, posted)
             posted = coming
+        self.ends = frozenset(self._grads if reduction is None else reduction.finish())
 
-    def reached(self, k: int) -> Reach:
-        return self.stages.reached(k, self.specs, frozenset(self._grads))
+    def reached(self, k: int, ends: frozenset[int] | None = None) -> Reach:
+        return self.stages.reached(k, self.specs, frozenset(self._grads) if ends is None else ends)
+
+    def _reduction(self) -> Reduction | None:
+        """The sum over replicas of what this rank's weights get."""
+        stages = self.stages
+        leaves = {n: x for n, x in self.weights.items() if x.requires_grad}
+        if stages.replicas is None:
+            return None
+        terms = Counter(
+            name
+            for k in range(len(stages.pieces))
+            for name, stage in self.reached(k).sources
+            if stages.place(stage) == stages.channel.place
+        )
+        return Reduction(
+            stages.replicas,
+            leaves,
+            terms,
+            sorted(self._grads),
+            len(stages.given),
+            1.0 if stages.joined else 1.0 / stages.replicas.count,
+            stages.gradients,
+        )
 
     def _post(self, action: Action) -> dict[Wire, Incoming]:
         """The receives of an action."""
@@ -168,9 +197,25 @@ class Run:
 
     def _input(self, piece: Piece, name: str, k: int) -> Any:
         source = piece.feeds[name]
+        if source.joined is not None:
+            return self._joined(source)
         x = self.leaves[source.leaf]
         with torch.set_grad_enabled(self.grad):
             return take(x, source.cut.dim, source.cut.rows[k]) if source.cut is not None else x
+
+    def _joined(self, source: Feed) -> Tensor:
+        """An input with the rows of all replicas, fetched once."""
+        if source.leaf not in self._whole:
+            replicas, x = self.stages.replicas, self.leaves[source.leaf]
+            assert replicas is not None
+            if x.requires_grad:
+                raise InputError(
+                    f"step over {replicas.count} replicas: the loss divides by what it makes of all rows "
+                    f"of input {source.leaf}, which asks for a gradient: give it detached"
+                )
+            told = replicas.transport.run(Step("gather"), x, source.joined, "native")
+            self._whole[source.leaf] = told
+        return self._whole[source.leaf]
 
     # -- backward ------------------------------------------------------------------------------------
 

@@ -32,7 +32,27 @@ class Agreement:
         alone = group is None or dist.get_world_size(group) == 1
         self._watch = None if alone else Watch(group, device.type)
         self._called = False
-        self.leads = alone or dist.get_rank(group) == 0  # rank 0: whose choices all others take
+        self._rank = 0 if alone else dist.get_rank(group)
+        self._size = 1 if alone else dist.get_world_size(group)
+        self._replicas = [list(range(self._size))]
+
+    def divide(self, replicas: Sequence[Sequence[int]]) -> None:
+        """From now on inputs are compared, and choices taken over, within each of these."""
+        self._replicas = [list(ranks) for ranks in replicas]
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0, whose choices all others take."""
+        return self._rank == 0
+
+    @property
+    def plans(self) -> bool:
+        """The rank whose plans this rank's replica takes."""
+        return self._mates[0] == self._rank
+
+    @property
+    def _mates(self) -> list[int]:
+        return next(ranks for ranks in self._replicas if self._rank in ranks)
 
     def call(
         self,
@@ -55,25 +75,37 @@ class Agreement:
         if not self._called:
             said.append(_contents(leaves))
         told = self._watch.exchange("call", [said, dict(changes), program])
-        _refuse_different("call", [t[0] for t in told])
+        self._compare("call", [t[0] for t in told])
         self._called = True
         merged = _merged([t[1] for t in told], holds)
         return merged, program if all(t[2] == program for t in told) else -1
 
     def same(self, what: str, said: list[str]) -> None:
-        """InputError, on every rank, where the ranks do not say the same."""
-        if self._watch is None:
-            return
-        _refuse_different(what, self._watch.exchange(what, said))
+        """InputError, on every rank, where the ranks of a replica do not say the same."""
+        if self._watch is not None:
+            self._compare(what, self._watch.exchange(what, said))
+
+    def _compare(self, what: str, told: list[Any]) -> None:
+        for ranks in self._replicas:
+            _refuse_different(what, {r: told[r] for r in ranks}, len(self._replicas) > 1)
+
+    def tell(self, what: str, value: Any) -> list[Any]:
+        """The value (JSON) of every rank."""
+        return [value] if self._watch is None else self._watch.exchange(what, value)
+
+    def all_replicas(self, what: str, value: Any) -> list[Any]:
+        """The value (JSON) of every replica: its first rank's."""
+        told = self.tell(what, value)
+        return [told[ranks[0]] for ranks in self._replicas]
 
     def broadcast(self, what: str, value: Any) -> Any:
-        """Rank 0's value (JSON) on every rank."""
-        return value if self._watch is None else self._watch.exchange(what, value)[0]
+        """The value (JSON) of the rank that plans, on every rank of its replica."""
+        return self.tell(what, value)[self._mates[0]]
 
     def seed(self) -> Tensor:
         """A number drawn from rank 0's default generator; all ranks' generators advance alike."""
         drawn = int(torch.randint(2**62, ()))
-        return torch.tensor(self.broadcast("seed", drawn))
+        return torch.tensor(self.tell("seed", drawn)[0])
 
     def covers(self, *groups: dist.ProcessGroup) -> None:
         """Parts of the group: their collectives are released too when a rank fails."""
@@ -149,17 +181,19 @@ def _merged(told: list[dict[str, Any]], holds: Holds) -> dict[str, Change]:
     return merged
 
 
-def _refuse_different(what: str, told: list[Any]) -> None:
-    different = [r for r, other in enumerate(told) if other != told[0]]
+def _refuse_different(what: str, told: Mapping[int, Any], replica: bool) -> None:
+    first = next(iter(told))
+    different = [r for r, other in told.items() if other != told[first]]
     if different:
-        raise InputError(_differences(what, told, different))
+        raise InputError(_differences(what, told, [first, *different], replica))
 
 
-def _differences(what: str, told: list[Any], different: list[int]) -> str:
+def _differences(what: str, told: Mapping[int, Any], shown: list[int], replica: bool) -> str:
     lines = [f"{what}: the ranks do not pass the same"]
-    for i in range(max(len(t) for t in told)):
-        values = [t[i] if i < len(t) else "nothing" for t in told]
-        if len(set(values)) > 1:
-            lines += [f"  rank {r}: {values[r]}" for r in [0, *different]]
-    lines.append("tensor-parallel ranks pass equal inputs: the same batch on every rank")
+    for i in range(max(len(t) for t in told.values())):
+        values = {r: t[i] if i < len(t) else "nothing" for r, t in told.items()}
+        if len(set(values.values())) > 1:
+            lines += [f"  rank {r}: {values[r]}" for r in shown]
+    where = f"ranks of one replica ({', '.join(map(str, told))})" if replica else "every rank"
+    lines.append(f"tensor-parallel ranks pass equal inputs: the same batch on {where}")
     return "\n".join(lines)

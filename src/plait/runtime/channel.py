@@ -13,6 +13,7 @@ says that all messages for its actions up to 7 have arrived.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,17 @@ class _Sent:
 
 
 class Channel:
-    """One rank's end. `pp` groups of `tp` ranks; stage s is run by group s % pp."""
+    """One rank's end. `line`: its own rank and those it sends to, by place; stage s runs at s % pp."""
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, tp: int, pp: int) -> None:
-        self.group, self.tp, self.pp = group, tp, pp
-        self.place, self.tp_rank = divmod(rank, tp)
+    def __init__(self, group: dist.ProcessGroup | None, line: Sequence[int], place: int) -> None:
+        self.group, self.line, self.place = group, tuple(line), place
         self.most = 0  # messages that were kept at once, so far
         self._sent: dict[int, list[_Sent]] = defaultdict(list)  # by place
         self._mine: dict[int, list[Tensor]] = defaultdict(list)
+
+    @property
+    def pp(self) -> int:
+        return len(self.line)
 
     @staticmethod
     def tag(kind: int, which: int, piece: int = 0) -> int:
@@ -51,7 +55,7 @@ class Channel:
         return (kind * _WHICH + which) * _PIECE + piece
 
     def send(self, x: Tensor, place: int, tag: int, reader: int = NEVER) -> None:
-        """To the rank of the same number in group `place`, whose action `reader` reads it.
+        """To the rank at `place`, whose action `reader` reads it.
 
         `x`: `packed` by the spec that the reader expects.
         """
@@ -59,7 +63,7 @@ class Channel:
         if place == self.place:
             self._mine[tag].append(x)
         elif x.numel():
-            handle = dist.isend(x, group=self.group, group_dst=self._rank(place), tag=tag)
+            handle = dist.isend(x, group=self.group, group_dst=self.line[place], tag=tag)
             self._sent[place].append(_Sent(handle, x, reader))
             self.most = max(self.most, sum(map(len, self._sent.values())))
 
@@ -70,7 +74,7 @@ class Channel:
         x = torch.empty([spec.shape[i] for i in spec.order] or spec.shape, dtype=spec.dtype, device=device)
         plain, handle = _plain(x), None
         if plain.numel():
-            handle = dist.irecv(plain, group=self.group, group_src=self._rank(place), tag=tag)
+            handle = dist.irecv(plain, group=self.group, group_src=self.line[place], tag=tag)
         return Incoming(self, spec, tag, plain, handle)
 
     def receive(self, spec: Spec, place: int, tag: int, device: torch.device) -> Tensor:
@@ -90,9 +94,6 @@ class Channel:
         """Until every send has been read."""
         for place in list(self._sent):
             self.settle(place, NEVER)
-
-    def _rank(self, place: int) -> int:
-        return place * self.tp + self.tp_rank
 
 
 @dataclass(frozen=True)

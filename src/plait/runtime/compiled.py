@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.capture.join import shapes
 from plait.capture.loss import NO_LOSS, Loss
 from plait.capture.state import State
 from plait.errors import InputError, NotYetError
+from plait.passes.microbatch import MOST
 from plait.passes.partition import Share
 from plait.plan.plan import Plan
 from plait.program import Weight
 from plait.report.explain import explain
 from plait.rules.moves import Cut, Step, only_own
 from plait.runtime import checkpoint, gradient, optimizers
+from plait.runtime.actions import SALT
 from plait.runtime.agree import Agreement
 from plait.runtime.executor import Executable
 from plait.runtime.follow import Follower
@@ -29,6 +32,8 @@ from plait.runtime.mirror import mirror, register
 from plait.runtime.pipeline import Pipeline
 from plait.runtime.places import Places
 from plait.runtime.programs import Programs
+from plait.runtime.replicas import Replicas
+from plait.runtime.staging import Seat
 from plait.runtime.step import Gathered, on_the_output, with_target, without_target
 from plait.runtime.transport import Transport
 from plait.runtime.weights import Tensors, locate
@@ -44,6 +49,7 @@ class Holdings:
     shares: dict[str, Share]
     tensors: dict[str, Tensor]
     unused: dict[str, Weight]
+    seat: Seat
     stages: Places | None = None  # of a pipeline: `tensors` are those of this rank's stages
 
     def holds(self, name: str, rank: int) -> bool:
@@ -52,7 +58,7 @@ class Holdings:
             return True
         name = name.removesuffix(".requires_grad")
         first = next((w.name for w, _ in self.weights() if name in w.names), None)
-        return first is None or rank // self.stages.channel.tp in self.stages.holders[first]
+        return first is None or self.seat.seats.of(rank)[0] in self.stages.holders[first]
 
     def weights(self) -> Iterator[tuple[Weight, Cut | None]]:
         for share in self.shares.values():
@@ -112,10 +118,21 @@ class Compiled(nn.Module):
     ) -> Any:
         agreement = self._agreement
         with agreement.guard(what), self._transport.in_order(), self._follower.casts_off():
-            seed = agreement.seed() if executable.local.seeded else torch.zeros(0)
-            out = (call or executable)(self._live(), leaves, seed)
+            seed = self._seed() if executable.local.seeded else torch.zeros(0)
+            live = self._live()
+            out = (call or executable)(live, leaves, seed)
+            changed = {executable.program.weight(m.weight).name for m in executable.program.mutations}
+            self._replicas.lead([x for name, x in live.items() if name in changed])
         agreement.way_back(out)
         return out
+
+    @property
+    def _replicas(self) -> Replicas:
+        return self._holdings.seat.replicas
+
+    def _seed(self) -> Tensor:
+        """Of the random operators of a call: another one on every replica."""
+        return (self._agreement.seed() + self._replicas.number * MOST * SALT) % 2**62
 
     def _tell_gradients(self) -> None:
         """Torch's own clipping, scaler and optimizers learn which weights are not whole here."""
@@ -149,13 +166,21 @@ class Compiled(nn.Module):
         if changes:
             follower.adopt(self, view)
         found = programs.find(number, args, kwargs, loss)
-        if found is None:
+        if self._missing(found):
             made = self._make(args, kwargs, view.state, loss)
+            if found is not None:
+                return found
             number = programs.add(number, follower.settle(self, view, made.folded), made, loss)
             found = programs.find(number, args, kwargs, loss)
         elif changes:
             follower.settle(self, view, ())
         return found
+
+    def _missing(self, found: Any) -> bool:
+        """Whether a replica has no program for its call: then all make one, at the same points."""
+        if self._replicas.count == 1:
+            return found is None
+        return not all(self._agreement.tell("program", found is not None))
 
     def _make(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State, loss: Loss
@@ -181,7 +206,8 @@ class Compiled(nn.Module):
     def step(self, *args: Any, target: Any = (), loss_fn: Any = None, **kwargs: Any) -> Any:
         """Forward and backward of `loss_fn(out, *target)`; returns (loss, outputs), without graphs.
 
-        A pipeline runs its schedule. `target`: a tuple, or the one argument; without `loss_fn` the
+        A pipeline runs its schedule. With replicas the loss is that of all their batches together.
+        `target`: a tuple, or the one argument; without `loss_fn` the
         loss is the `loss` of the model's output. Gradients are added to `.grad` of parameters and
         inputs; nothing is zeroed and no optimizer steps. InputError: the loss is not one number, or
         the module was not compiled with training=True.
@@ -189,6 +215,9 @@ class Compiled(nn.Module):
         if not self._first.planned.program.training:
             raise InputError("step() needs gradients: compile with training=True")
         loss, kwargs = Loss(loss_fn), with_target(kwargs, target)
+        if self._replicas.count > 1:
+            own = shapes(args, kwargs)
+            loss = replace(loss, every=self._agreement.all_replicas("step", own))
         if self._holdings.stages is None:
             return on_the_output(self, loss, args, kwargs)
         found, leaves = self._executable(args, kwargs, loss)
@@ -197,6 +226,7 @@ class Compiled(nn.Module):
         plain = found.plain
         call = partial(self._run, plain.whole(), leaves, "forward")
         value, out = on_the_output(lambda *_, **__: call(), loss, args, kwargs)
+        value = self._replicas.total(value) / self._replicas.count
         return value, out if plain.reads else None
 
     # -- what was chosen ---------------------------------------------------------------------------
@@ -247,7 +277,8 @@ class Compiled(nn.Module):
     @property
     def _is_first(self) -> bool:
         stages = self._holdings.stages
-        return self._transport.rank == 0 and (stages is None or stages.place == 0)
+        first = self._transport.rank == 0 and self._replicas.number == 0
+        return first and (stages is None or stages.place == 0)
 
     def _everywhere(self, weight: Weight, cut: Cut | None, part: Tensor | None) -> Tensor | None:
         """The whole of a weight, or of its gradient, on every rank; None where there is none."""

@@ -49,6 +49,10 @@ class Executable:
     arena: Workspace | None = None  # what direct moves write to; it lives as long as the program
 
     @property
+    def program(self) -> Program:
+        return self.planned.program
+
+    @property
     def folded(self) -> tuple[str, ...]:
         """Tensors of the model whose values stand in this program's constants."""
         return self.planned.program.folded

@@ -30,6 +30,7 @@ from plait.runtime import results
 from plait.runtime.actions import Run
 from plait.runtime.channel import Channel
 from plait.runtime.executor import leaves_of, patterns_of
+from plait.runtime.replicas import Replicas
 from plait.runtime.results import Sums
 from plait.runtime.stages import Stages, stages
 from plait.runtime.transport import Transport
@@ -83,7 +84,8 @@ class Pipeline:
     def told(self, loss: Loss) -> str:
         """How a step with this loss runs."""
         pieces = len(self.stages.pieces)
-        return f"{self.schedule}, {pieces} micro-batch{'es' * (pieces > 1)}, cut with {loss}"
+        over = f", over {self.stages.replicas.count} replicas" if self.stages.replicas else ""
+        return f"{self.schedule}, {pieces} micro-batch{'es' * (pieces > 1)}{over}, cut with {loss}"
 
     def whole(self) -> Pipeline:
         """The same, its outputs on every rank."""
@@ -229,11 +231,22 @@ def pipeline(
     device: torch.device,
     only_last: bool = False,
     holders: Mapping[str, tuple[int, ...]] | None = None,
+    replicas: Replicas | None = None,
 ) -> Pipeline:
     """This rank's stages of every micro-batch; `holders` by node, where weights are loaded."""
     name = pieces.staged.schedule
     order = schedule.make(name, line.pp, len(pieces.planned))
-    made = stages(pieces, order, transport, line, device, holders)
-    return Pipeline(
-        pieces.planned[0], made, patterns_of(pieces.full), guard, only_last, name
-    )
+    alone = Replicas(Transport(None, 0, 1), device)
+    made = stages(pieces, order, transport, line, device, holders, replicas or alone)
+    return Pipeline(pieces.planned[0], made, _patterns(pieces, made), guard, only_last, name)
+
+
+def _patterns(pieces: Pieces, made: Stages) -> tuple[Any, ...]:
+    """The form of a call; of a program of all replicas' batches, with this replica's rows."""
+    out = list(patterns_of(pieces.full))
+    for feed in made.pieces[0].feeds.values() if pieces.joined is not None else ():
+        if feed.cut is not None:
+            shape = list(out[feed.leaf].shape)
+            shape[feed.cut.dim] = feed.cut.size
+            out[feed.leaf] = replace(out[feed.leaf], shape=tuple(shape))
+    return tuple(out)

@@ -55,7 +55,9 @@ def _whole(run: Run, flat: int, parts: Sequence[Any]) -> Any:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    return total
+    replicas = run.stages.replicas
+    terms = given.kind == "partial" and run.stages.joined and isinstance(total, Tensor)
+    return replicas.total(total) if terms and replicas is not None else total
 
 
 def mutate(run: Run, weights: Mapping[str, Tensor]) -> None:
@@ -83,27 +85,30 @@ class Sums:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.sources = {
-            (name, run.stages.place(stage))
-            for k in range(len(run.stages.pieces))
-            for name, stage in run.reached(k).sources
+
+    def _sources(self, ends: frozenset[int] | None = None) -> set[tuple[str, int]]:
+        """(placeholder, place that adds to its gradient)."""
+        return {
+            (name, self.run.stages.place(stage))
+            for k in range(len(self.run.stages.pieces))
+            for name, stage in self.run.reached(k, ends).sources
         }
 
     def weights(self) -> dict[str, Tensor | None]:
         """By node, of this rank's weights."""
         out: dict[str, Tensor | None] = {}
-        stages = self.run.stages
+        stages, sources = self.run.stages, self._sources(self.run.ends)
         for which, share in enumerate(stages.local.shares):
             node = share.weight.node
             holders = stages.holders[node]
             if share.weight.requires_grad and stages.channel.place in holders:
-                adders = sorted(p for name, p in self.sources if name == node)
+                adders = sorted(p for name, p in sources if name == node)
                 out[node] = self._total(self.run.weights[node], adders, holders, which)
         return out
 
     def inputs(self) -> list[Tensor | None]:
         """By leaf, on every rank."""
-        stages, out = self.run.stages, list[Tensor | None]()
+        stages, out, sources = self.run.stages, list[Tensor | None](), self._sources()
         names: dict[int, set[str]] = {}
         for piece in stages.pieces:
             for name, source in piece.feeds.items():
@@ -114,7 +119,7 @@ class Sums:
                 out.append(None)
                 continue
             mine = names.get(leaf, set())
-            adders = sorted({p for name, p in self.sources if name in mine})
+            adders = sorted({p for name, p in sources if name in mine})
             out.append(self._total(x, adders, everywhere, len(stages.local.shares) + leaf))
         return out
 

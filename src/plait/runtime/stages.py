@@ -26,6 +26,7 @@ from plait.program import Program
 from plait.rules.moves import Cut, take
 from plait.runtime.channel import Channel
 from plait.runtime.executor import place
+from plait.runtime.replicas import Replicas
 from plait.runtime.transport import MoveModule, Transport
 
 
@@ -43,6 +44,7 @@ class Feed:
 
     leaf: int
     cut: Cut | None = None
+    joined: Cut | None = None  # it takes the rows of all replicas, which have these
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Stages:
     holders: Mapping[str, tuple[int, ...]]  # node of a weight -> places that hold it
     device: torch.device
     apart: bool = False  # gradients of weights are computed apart
+    replicas: Replicas | None = None  # where there are several
+    joined: bool = False  # the program is of all replicas' batches together
+    gradients: str = "native"  # the algorithm of their sum
     _traces: dict[Any, tuple[dict[str, Spec], ...]] = field(default_factory=dict)
     _reaches: dict[Any, Reach] = field(default_factory=dict)
 
@@ -137,7 +142,10 @@ class Stages:
             x = leaves[source.leaf]
             if isinstance(x, Tensor):
                 part = take(x.detach().to("meta"), source.cut.dim, source.cut.rows[k]) if source.cut else x
-                feed[name] = Spec(tuple(part.shape), x.dtype, grad and x.requires_grad)
+                shape = list(part.shape)
+                if source.joined is not None:
+                    shape[source.joined.dim] = source.joined.size
+                feed[name] = Spec(tuple(shape), x.dtype, grad and x.requires_grad)
             else:
                 feed[name] = x
         feed["plait_seed"] = Spec((), torch.int64, False)
@@ -163,15 +171,33 @@ def stages(
     line: Channel,
     device: torch.device,
     holders: Mapping[str, tuple[int, ...]] | None,
+    replicas: Replicas,
 ) -> Stages:
     """This rank's stages of every micro-batch; `holders` by node, where weights are loaded."""
     apart = "W" in order.kinds and pieces.full.training
     made = tuple(
         _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
     )
+    replicas.used(_in_order_of_use(made[0].local))
     return Stages(
-        pieces.full, made, _given(pieces), line, holders or _holders(made[0], pieces.full, line.pp), device, apart
+        pieces.full,
+        made,
+        _given(pieces),
+        line,
+        holders or _holders(made[0], pieces.full, line.pp),
+        device,
+        apart,
+        replicas if replicas.count > 1 else None,
+        pieces.joined is not None,
+        pieces.plan.gradients.algorithm if pieces.plan.gradients is not None else "native",
     )
+
+
+def _in_order_of_use(local: Local) -> list[str]:
+    at = {n: i for i, n in enumerate(local.graph.nodes)}
+    nodes = {n.name: n for n in local.graph.nodes if n.op == "placeholder"}
+    first = {name: min(map(at.__getitem__, n.users), default=len(at)) for name, n in nodes.items()}
+    return sorted((s.weight.node for s in local.shares), key=first.__getitem__)
 
 
 def _piece(
@@ -214,15 +240,23 @@ def _feeds(pieces: Pieces, program: Program) -> dict[str, Feed]:
         if entry.node is None:
             continue
         path = entry.path.removesuffix(WHOLE_COPY)
-        leaf, cut = at[path], None
+        leaf, cut, joined = at[path], None, None
         name = pieces.full.inputs[leaf].node
         assert name is not None
-        if pieces.batch is not None and path == entry.path and nodes[name] in pieces.description.dims:
+        if pieces.batch is not None and nodes[name] in pieces.description.dims:
             dims = pieces.description.dims[nodes[name]][0]
             if pieces.batch.split.dim(dims) is not None:
                 cut = Cut.of(dims, pieces.batch.split)
-        out[entry.node] = Feed(leaf, cut)
+                if path != entry.path and pieces.joined is not None:
+                    joined = cut.together(pieces.joined.all)
+                cut = _own(cut, pieces) if path == entry.path else None
+        out[entry.node] = Feed(leaf, cut, joined)
     return out
+
+
+def _own(cut: Cut, pieces: Pieces) -> Cut:
+    """The rows of this rank's micro-batches, counted in the batch of its replica."""
+    return cut if pieces.joined is None else cut.within(pieces.joined.own)
 
 
 def _given(pieces: Pieces) -> tuple[Given, ...]:
@@ -237,7 +271,7 @@ def _given(pieces: Pieces) -> tuple[Given, ...]:
         else:
             assert layout.split is not None
             dims = pieces.description.dims[item][0]  # type: ignore[index]
-            out.append(Given("shard", Cut.of(dims, layout.split)))
+            out.append(Given("shard", _own(Cut.of(dims, layout.split), pieces)))
     return tuple(out)
 
 

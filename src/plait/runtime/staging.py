@@ -1,19 +1,19 @@
-"""Staging: a rank's place in a pipeline, and the way from a program to what it runs there.
-
-Rank = stage group x tp + rank in the group: a tensor-parallel group is a run of neighbours, which
-stand in one host wherever hosts have enough devices.
-"""
+"""Staging: a rank's seat in the mesh, and the way from a program to what it runs there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from plait.cluster import Cluster
 from plait.errors import InputError
-from plait.mesh import Mesh
+from plait.mesh import Seats
+from plait.passes.microbatch import Joined
 from plait.plan import staged
 from plait.plan.plan import Plan
 from plait.plan.planner import Options
@@ -24,36 +24,62 @@ from plait.runtime.channel import Channel
 from plait.runtime.executor import layouts
 from plait.runtime.pipeline import Pipeline, pipeline
 from plait.runtime.places import Places
+from plait.runtime.replicas import Replicas
 from plait.runtime.transport import Transport
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's own place in the mesh, and the groups that it belongs to."""
+
+    seats: Seats
+    channel: Channel
+    transport: Transport  # within this rank's tensor-parallel group
+    replicas: Replicas
+
+    @classmethod
+    def of(
+        cls, seats: Seats, group: dist.ProcessGroup | None, agreement: Agreement, device: torch.device
+    ) -> Seat:
+        """All ranks of `group` come here together."""
+        mesh, grid = seats.mesh, seats.grid
+        rank = dist.get_rank(group) if group is not None else 0
+        place, replica, index = seats.of(rank)
+        line = Channel(group, grid[:, replica, index].tolist(), place)
+        back = agreement.backward
+        rows = _transport(group, grid.reshape(-1, mesh.tp), index, back)
+        copies = grid.transpose(0, 2, 1).reshape(-1, mesh.dp)
+        replicas = Replicas(_transport(group, copies, replica, back), device)
+        parts = [t.group for t in (rows, replicas.transport) if t.group not in (None, group)]
+        agreement.covers(*parts)
+        return cls(seats, line, rows, replicas)
 
 
 @dataclass(frozen=True)
 class Staging:
     wish: Wish
-    channel: Channel
-    transport: Transport  # within this rank's tensor-parallel group
+    seat: Seat
     only_last: bool
-    _covered: list[Agreement] = field(default_factory=list)
 
     @classmethod
     def of(
         cls,
-        mesh: Mesh,
+        seat: Seat,
         cluster: Cluster,
-        group: dist.ProcessGroup | None,
         micro_batches: int | str,
         schedule: str,
         outputs: str,
+        training: bool,
     ) -> Staging | None:
-        """None where there is one stage and one micro-batch."""
+        """None where there is one stage, one micro-batch and no gradient to sum over replicas."""
         if outputs not in ("all", "last"):
             raise InputError(f"outputs={outputs!r}: it takes 'all' or 'last'")
-        if mesh.pp == 1 and micro_batches in ("auto", 1):
+        mesh = seat.seats.mesh
+        summed = mesh.dp > 1 and training
+        if mesh.pp == 1 and micro_batches in ("auto", 1) and not summed:
             return None
-        rank = dist.get_rank(group) if group is not None else 0
-        line = Channel(group, rank, mesh.tp, mesh.pp)
-        wish = Wish(mesh.pp, cluster, micro_batches, schedule)
-        return cls(wish, line, _transport(group, line, mesh), outputs == "last")
+        wish = Wish(mesh.pp, cluster, micro_batches, schedule, mesh.dp, seat.seats.order)
+        return cls(wish, seat, outputs == "last")
 
     def build(
         self,
@@ -63,73 +89,81 @@ class Staging:
         device: torch.device,
         saved: Plan | None,
         first: Pipeline | None,
+        joined: Joined | None = None,
     ) -> Pipeline:
-        """The stages of this rank, by rank 0's plan; `first` says where the weights are."""
-        if agreement not in self._covered and self.transport.group is not None:
-            agreement.covers(self.transport.group)
-            self._covered.append(agreement)
-        pieces = self._pieces(program, options, agreement, saved, first)
+        """The stages of this rank, by rank 0's plan; `first` says where the weights are.
+
+        `joined`: the program is of all replicas' batches together.
+        """
+        wish = replace(self.wish, joined=joined)
         return pipeline(
-            pieces,
-            self.transport,
-            self.channel,
+            self._pieces(program, options, wish, agreement, saved, first),
+            self.seat.transport,
+            self.seat.channel,
             agreement.guard,
             device,
             self.only_last,
             None if first is None else first.holders,
+            self.seat.replicas,
         )
 
     def _pieces(
         self,
         program: Program,
         options: Options,
+        wish: Wish,
         agreement: Agreement,
         saved: Plan | None,
         first: Pipeline | None,
     ) -> Pieces:
         agreement.same("compile", [f"program {staged.program_digest(program)}"])  # type: ignore[attr-defined]
         if saved is not None and first is None:
-            return staged.replay(program, saved, options, self.wish)
+            return staged.replay(program, saved, options, wish)
         fixed = None if first is None else layouts(first.local)
         homes = None if first is None else first.homes()
         mine: Pieces | None = None
         text = ""
         with agreement.step("plan"):
-            if self.channel.place == self.channel.tp_rank == 0:
-                mine = staged.make(program, options, self.wish, fixed, homes)
+            if agreement.plans:
+                mine = staged.make(program, options, wish, fixed, homes)
                 text = mine.plan.to_json()
         chosen = Plan.from_json(agreement.broadcast("plan", text))
-        return mine or staged.replay(program, chosen, options, self.wish)
+        return mine or staged.replay(program, chosen, options, wish)
 
     def places(self, first: Pipeline, device: torch.device) -> Places:
         weights = (*(s.weight for s in first.local.shares), *first.program.unused)
         by_node = {w.node: w.name for w in weights}
         holders = {by_node[node]: places for node, places in first.holders.items()}
-        return Places(self.channel, holders, device)
+        return Places(self.seat.channel, holders, device)
 
 
-def _transport(group: dist.ProcessGroup | None, line: Channel, mesh: Mesh) -> Transport:
-    if mesh.tp == 1 or group is None:
-        return Transport(None, 0, 1)
-    if mesh.pp == 1:
-        return Transport(group, line.tp_rank, mesh.tp)
-    return Transport(_own_group(group, line.place, mesh), line.tp_rank, mesh.tp)
+def _transport(
+    group: dist.ProcessGroup | None, lines: NDArray[np.int64], number: int, backward: Any
+) -> Transport:
+    """Within the one of `lines` [groups, ranks of each] in which this rank is `number`."""
+    size = lines.shape[1]
+    if size == 1 or group is None:
+        return Transport(None, 0, 1, backward=backward)
+    if len(lines) == 1:
+        return Transport(group, number, size, backward=backward)
+    return Transport(_own_group(group, lines), number, size, backward=backward)
 
 
-def _own_group(group: dist.ProcessGroup, place: int, mesh: Mesh) -> dist.ProcessGroup:
-    """The tensor-parallel group of `place`; all ranks of `group` come here together.
+def _own_group(group: dist.ProcessGroup, lines: NDArray[np.int64]) -> dist.ProcessGroup:
+    """The one of `lines` that this rank is in; all ranks of `group` come here together.
 
     A part of the world makes its groups without the others. torch names such a group by its ranks
     and by how many groups a process has had, so that ranks with different pasts would wait for each
     other under different names: those that are behind first make groups of their own rank alone.
     """
-    ranks = dist.get_process_group_ranks(group)
-    lines = [ranks[p * mesh.tp : (p + 1) * mesh.tp] for p in range(mesh.pp)]
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank()
+    named = [[ranks[r] for r in line] for line in lines.tolist()]
+    mine = next(i for i, line in enumerate(named) if me in line)
     if len(ranks) == dist.get_world_size():
-        return [dist.new_group(line) for line in lines][place]  # type: ignore[no-any-return]
+        return [dist.new_group(line) for line in named][mine]  # type: ignore[no-any-return]
     for _ in range(_behind(group)):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return dist.new_group(lines[place], use_local_synchronization=True)  # type: ignore[no-any-return]
+    return dist.new_group(named[mine], use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
 def _behind(group: dist.ProcessGroup) -> int:

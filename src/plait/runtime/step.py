@@ -31,7 +31,9 @@ class Gathered:
         return self.plain.leaves(args, without_target(kwargs))
 
     def told(self, loss: Loss) -> str:
-        return f"{loss} runs on the gathered output: {self.reason}"
+        replicas = self.plain.stages.replicas
+        where = "gathered output" if replicas is None else "output of each replica, and is averaged"
+        return f"{loss} runs on the {where}: {self.reason}"
 
 
 def with_target(kwargs: Mapping[str, Any], target: Any) -> dict[str, Any]:
