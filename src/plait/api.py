@@ -64,8 +64,8 @@ def compile(
 ) -> Compiled:
     """An unmodified model, split over the ranks of `group`; called as the model is called.
 
-    `args`, `kwargs`: example inputs, the same on every rank. `tp`, `pp`, `dp`: ranks by axis, together the
-    group's; "auto" by predicted time. `cluster`: the machine to plan for, as `plait clusters` spells it;
+    `args`, `kwargs`: example inputs, the same on every rank; with `dp` replicas the batch of one. `tp`, `pp`,
+    `dp`: ranks by axis, together the group's; "auto" by predicted time. `cluster`: the machine to plan for, as `plait clusters` spells it;
     None: the one at hand, by what `plait calibrate` measured unless `measure=False`. `dynamic`:
     `{"input_ids": {0: "batch"}}`, sizes that one program serves. `weights`: a safetensors file or folder for a
     model on meta. `plan`: a saved one. `objective`: "latency" or "throughput". `algorithm`: "auto", one name, or
@@ -96,8 +96,7 @@ def compile(
     mesh, options = _mesh(program, ask, agreement, plan)
     one_piece = micro_batches == "auto" and mesh.pp == 1
     pieces = options.choice.winner.micro_batches if options.choice and one_piece else micro_batches
-    order = options.choice.winner.order if options.choice is not None else ORDERS[0]
-    seat = Seat.of(Seats(mesh, order), group, agreement, place)
+    seat = Seat.of(_seats(mesh, options), group, agreement, place)
     staging = Staging.of(seat, machine, pieces, schedule, outputs, training)
     job = _Job(
         source=source,
@@ -115,9 +114,9 @@ def compile(
     )
     first = job.build(program)
     agreement.divide(seat.seats.replicas())
-    with job.agreement.step("load"):
+    with agreement.step("load"):
         holdings = _load(model, program, first, job, weights, dtype)
-    return Compiled(first, holdings, seat.transport, job.agreement, job.again(first), follower)
+    return Compiled(first, holdings, seat.transport, agreement, job.again(first), follower)
 
 
 def plan(
@@ -402,6 +401,10 @@ def _mesh(
     choice = Choice.from_json(agreement.broadcast("plan", text))
     best = choice.winner
     return Mesh(best.tp, best.pp, best.dp), replace(ask.options, choice=choice)
+
+
+def _seats(mesh: Mesh, options: planner.Options) -> Seats:
+    return Seats(mesh, options.choice.winner.order if options.choice is not None else ORDERS[0])
 
 
 def _device(

@@ -7,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.errors import InputError
-from plait.mesh import ORDERS, Mesh, Seats
-from tests import zoo
-from tests.compare import demand, differences, digest, gradients, within
+from tests.compare import demand, differences, digest, gradients
 from tests.gloo import prove
 from tests.gloo.harness import Pool
 
@@ -89,3 +85,75 @@ def test_gradients_are_averaged(pool: Pool, mesh: Any) -> None:
     tp, pp, dp = mesh
     options = {"micro_batches": 2} if pp > 1 else {}
     prove.alike(pool.run(own_loop, tp * pp * dp, mesh, options))
+
+
+# -- step ---------------------------------------------------------------------------------------------
+
+
+def valid_mean(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out, target)
+
+
+def by_hand(out: Tensor, target: Tensor) -> Tensor:
+    """The number of rows is a constant of the program."""
+    return (out - F.one_hot(target.clamp(min=0), 3)).pow(2).sum() / out.shape[0]
+
+
+def total(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out, target, reduction="sum")
+
+
+LOSSES = {"mean": valid_mean, "by hand": by_hand, "sum": total}
+
+
+def labels(replica: int, count: int) -> Tensor:
+    """Few on the first replica, none on the second."""
+    out = torch.arange(count) % 3
+    if replica < 2:
+        out[0 if replica else 1 :] = -100
+    return out
+
+
+def steps(
+    group: Any, mesh: Any, name: str, options: dict[str, Any], twice: bool = False
+) -> dict[str, Any]:
+    """`step`: loss and gradients of one process with all batches; outputs are the replica's."""
+    model, dp = tower(), mesh[2]
+    parts = compiled(model, (rows(0),), mesh, group, **options)
+    mine, plain = replica_of(parts), copy.deepcopy(model)
+    for sizes in ([2 + r for r in range(dp)], [4] * dp)[: 1 + twice]:
+        batches = [rows(r, n) for r, n in enumerate(sizes)]
+        targets = [labels(r, n) for r, n in enumerate(sizes)]
+        want_out = plain(torch.cat(batches))
+        want = LOSSES[name](want_out, torch.cat(targets))
+        want.backward()
+        loss, out = parts.step(batches[mine], target=targets[mine], loss_fn=LOSSES[name])
+        demand(
+            differences(loss, want.detach(), "loss"),
+            differences(out, want_out.detach().split(sizes)[mine], "outputs"),
+            differences(dict(parts.gradients()), gradients(plain), "gradients"),
+            about=f"{mesh} {name} {sizes}",
+        )
+    said = [line for line in parts.explain().splitlines() if line.startswith("step: ")]
+    assert all(f"over {dp} replicas" in line for line in said), said
+    return {"loss": digest(loss), "gradients": digest(dict(parts.gradients()))}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_is_of_all_batches(pool: Pool, mesh: Any) -> None:
+    tp, pp, dp = mesh
+    options = {"micro_batches": 2, "schedule": "1f1b"} if pp > 1 else {}
+    prove.alike(pool.run(steps, tp * pp * dp, mesh, "mean", options, dp == 3))
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if n != "mean"])
+def test_a_step_of_any_loss(pool: Pool, name: str) -> None:
+    prove.alike(pool.run(steps, 2, (1, 1, 2), name, {}))
+
+
+@pytest.mark.parametrize(
+    "schedule", ["zero-bubble", *(pytest.param(s, marks=pytest.mark.full) for s in ("interleaved", "gpipe"))]
+)
+def test_a_step_by_any_schedule(pool: Pool, schedule: str) -> None:
+    options = {"micro_batches": 2, "schedule": schedule}
+    prove.alike(pool.run(steps, 4, (1, 2, 2), "mean", options))

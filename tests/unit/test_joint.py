@@ -14,10 +14,11 @@ import plait
 from plait.capture import capture
 from plait.cluster import Cluster
 from plait.errors import InputError, PlanError
-from plait.mesh import Mesh
+from plait.mesh import ORDERS, Mesh
 from plait.passes import schedule
 from plait.plan import joint, planner
-from plait.plan.placement import ORDERS, Placement
+from plait.plan.gradients import bare, summed
+from plait.plan.placement import Placement
 from plait.plan.plan import Candidate, Choice, Plan
 from plait.program import Program
 
@@ -80,7 +81,7 @@ def brute(what: Program, wanted: joint.Ask) -> float:
                         if max(cuts.memory) > wanted.cluster.device.memory:
                             continue
                         end = search._outputs(placement.link, mesh, group.work)
-                        end += search._gradients(placement, group.work, cuts)
+                        end += bare(summed(placement, wanted.options, group.work), cuts)
                         best = min(best, joint.played(played, cuts.seconds) + end)
     return best
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import MeshError, NotYetError
-from plait.mesh import Mesh, refuse_what_is_coming
+from plait.mesh import ORDERS, Mesh, Seats, refuse_what_is_coming
 
 
 def test_auto_is_any_number_that_fits() -> None:
@@ -43,7 +43,16 @@ def test_what_does_not_fit_is_told_what_does(tp: int | str, pp: int, words: str)
 
 
 def test_all_that_is_still_to_come_is_named_at_once() -> None:
-    refuse_what_is_coming(dp=1, recompute="auto")
-    with pytest.raises(NotYetError, match="dp=2: .* is still to come") as caught:
-        refuse_what_is_coming(dp=2, recompute="full")
-    assert "recompute='full'" in str(caught.value)
+    refuse_what_is_coming(recompute="auto")
+    with pytest.raises(NotYetError, match="recompute='full': .* is still to come"):
+        refuse_what_is_coming(recompute="full")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_rank_has_one_seat(order: str) -> None:
+    seats = Seats(Mesh(2, 3, 4), order)
+    for rank in range(24):
+        place, replica, index = seats.of(rank)
+        assert seats.grid[place, replica, index] == rank
+    assert sorted(rank for ranks in seats.replicas() for rank in ranks) == list(range(24))
+    assert all(seats.of(r[0])[0] == seats.of(r[0])[2] == 0 for r in seats.replicas())

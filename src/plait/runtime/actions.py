@@ -26,7 +26,7 @@ from plait.passes.late import Queue
 from plait.passes.pipeline import Wire
 from plait.passes.schedule import Action, Schedule
 from plait.passes.trace import Reach
-from plait.rules.moves import Step, take
+from plait.rules.moves import take
 from plait.runtime import channel
 from plait.runtime.channel import Channel, Incoming
 from plait.runtime.replicas import Reduction
@@ -213,8 +213,7 @@ class Run:
                     f"step over {replicas.count} replicas: the loss divides by what it makes of all rows "
                     f"of input {source.leaf}, which asks for a gradient: give it detached"
                 )
-            told = replicas.transport.run(Step("gather"), x, source.joined, "native")
-            self._whole[source.leaf] = told
+            self._whole[source.leaf] = replicas.gather(x, source.joined)
         return self._whole[source.leaf]
 
     # -- backward ------------------------------------------------------------------------------------

@@ -12,16 +12,18 @@ this replica's loss knows nothing is zeros in its bucket: another replica's may.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plait import collectives
 from plait.collectives.group import communicator
 from plait.plan.gradients import BUCKET, FIRST
+from plait.rules.moves import Cut, Step
 from plait.runtime.streams import Handle, Line, line
 from plait.runtime.transport import Transport
 
@@ -46,26 +48,35 @@ class Replicas:
     def _line(self) -> Line:
         return line(self.device)
 
-    def start(self, x: Tensor, op: str = "sum", algorithm: str = "native") -> Handle:
-        """An all-reduce in place, after those that were started before."""
+    def _start(self, job: Callable[[dist.ProcessGroup], Tensor]) -> Handle:
+        """Whatever the replicas tell each other goes over the one line, in one order."""
         group = self.transport.group
         assert group is not None
 
-        def job() -> Tensor:
+        def in_order() -> Tensor:
             with communicator(group).in_order():
-                return collectives.all_reduce(x, group, algorithm=algorithm, op=op)
+                return job(group)
 
-        return self._line.start(job)
+        return self._line.start(in_order)
+
+    def start(self, x: Tensor, op: str = "sum", algorithm: str = "native") -> Handle:
+        """An all-reduce in place, after what was started before."""
+        return self._start(lambda g: collectives.all_reduce(x, g, algorithm=algorithm, op=op))
 
     def total(self, x: Tensor) -> Tensor:
         return x if self.count == 1 else self.start(x.detach().contiguous().clone()).wait()
+
+    def gather(self, x: Tensor, cut: Cut) -> Tensor:
+        """The rows of all replicas."""
+        return self._start(lambda _: self.transport.run(Step("gather"), x, cut, "native")).wait()
 
     def lead(self, values: Sequence[Tensor]) -> None:
         """Replica 0's values, on all."""
         for x in values if self.count > 1 else ():
             told = x.detach().contiguous().reshape(-1).view(torch.uint8).clone()
-            collectives.broadcast(told, 0, self.transport.group, algorithm="native")
-            x.copy_(told.view(x.dtype).view(x.shape))
+            self._start(partial(_from_first, told)).wait()
+            with torch.no_grad():
+                x.copy_(told.view(x.dtype).view(x.shape))
 
     def used(self, nodes: Sequence[str]) -> None:
         """The order of the first program that is made holds for all."""
@@ -87,6 +98,10 @@ class Replicas:
             out[-1].append(node)
             room -= size
         return out
+
+
+def _from_first(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return collectives.broadcast(x, 0, group, algorithm="native")
 
 
 @dataclass
