@@ -98,20 +98,13 @@ def compile(
     pieces = options.choice.winner.micro_batches if options.choice and one_piece else micro_batches
     seat = Seat.of(_seats(mesh, options), group, agreement, place)
     staging = Staging.of(seat, machine, pieces, schedule, outputs, training)
-    job = _Job(
-        source=source,
-        options=replace(
-            options,
-            tp=mesh.tp,
-            cluster=machine.subset(range(mesh.tp)) if machine.size >= mesh.tp else machine,
-            overlap=overlap if mesh.pp == 1 else "off",  # a stage's cut may not fall into a region
-        ),
-        seat=seat,
-        agreement=agreement,
-        device=place,
-        saved=plan,
-        staging=staging,
+    options = replace(
+        options,
+        tp=mesh.tp,
+        cluster=machine.subset(range(mesh.tp)) if machine.size >= mesh.tp else machine,
+        overlap=overlap if mesh.pp == 1 else "off",  # a stage's cut may not fall into a region
     )
+    job = _Job(source, options, seat, agreement, place, plan, staging)
     first = job.build(program)
     agreement.divide(seat.seats.replicas())
     with agreement.step("load"):
