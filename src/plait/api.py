@@ -67,8 +67,8 @@ def compile(
     `args`, `kwargs`: example inputs, the same on every rank; of one replica where `dp` makes several. `tp`, `pp`,
     `dp`: ranks by axis, together the group's; "auto" by predicted time. `cluster`: the machine to plan for, as
     `plait clusters` spells it; None: the one at hand, by what `plait calibrate` measured unless `measure=False`.
-    `dynamic`: `{"input_ids": {0: "batch"}}`, sizes that one program serves. `weights`: a safetensors file or folder for a
-    model on meta. `plan`: a saved one. `objective`: "latency" or "throughput". `algorithm`: "auto", one name, or
+    `dynamic`: `{"input_ids": {0: "batch"}}`, sizes that one program serves. `weights`: a safetensors file or folder for
+    a model on meta. `plan`: a saved one. `objective`: "latency" or "throughput". `algorithm`: "auto", one name, or
     `{site: name}`. `overlap`: "auto", "off" or a number of chunks. `micro_batches`, `schedule`, `outputs` ("all"
     or "last"): of a pipeline. `deterministic`: no algorithm that orders its sums by itself. Raises on every
     rank: CaptureError, MeshError, PlanError (does not fit the memory), WeightError, InputError, NotYetError.
