@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from plait.api import compile as compile_model
 from plait.errors import RankError
 from plait.runtime import watch as watching
 from plait.runtime.processes import Crew, Ended, launch
@@ -491,3 +492,60 @@ def test_an_uncaught_error_on_the_way_back_is_told_with_its_words(tmp_path: Path
         "\n".join(errors)
     )
     assert [child.returncode for child in children] == [1, 1]
+
+
+# --- an error that every rank meets ------------------------------------------------------------
+
+
+class Reads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.down = torch.nn.Embedding(6, 8), torch.nn.Linear(8, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.relu(self.down.weight @ self.table(ids).mT).mT @ self.down.weight)
+        return y
+
+
+def stumbles(group: Any, where: str, culprits: tuple[int, ...], times: int) -> list[str]:
+    """What a rank raised, one time after the other, and what a good step gave afterwards."""
+    torch.manual_seed(0)
+    rank, model, ids = dist.get_rank(group), Reads(), torch.tensor([[1, 2, 3]])
+    want = torch.autograd.grad(model(ids).sum(), list(model.parameters()))
+    compiled = compile_model(model, (ids,), tp=2, training=True, group=group, cluster=prove.free(2))
+    raised = []
+    for _ in range(times):
+        handles = []
+        try:
+            out = compiled(ids + 9 if where == "forward" and rank in culprits else ids)
+            if where == "backward" and rank in culprits:
+                handles = [p.register_hook(lambda grad: 1 / 0) for p in compiled.parameters()]
+            out.sum().backward()
+            raised.append("nothing")
+        except Exception as error:
+            raised.append(f"{type(error).__name__}: {error}")
+        for handle in handles:
+            handle.remove()
+        compiled.zero_grad()
+    if len(culprits) == 2:
+        time.sleep(2 * watching.UNSAID + 1)  # whatever was to be told is told
+        compiled(ids).sum().backward()
+        for have, grad in zip(compiled.gradients().values(), want, strict=True):
+            torch.testing.assert_close(have, grad)
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("where", "words"), [("forward", "IndexError: index out of range"), ("backward", "ZeroDivisionError")]
+)
+def test_an_error_that_every_rank_meets_leaves_the_group_as_it_was(
+    fresh: Pool, where: str, words: str
+) -> None:
+    for raised in fresh.run(stumbles, 2, where, (0, 1), 2):
+        assert len(raised) == 2 and all(text.startswith(words) for text in raised), raised
+
+
+def test_an_error_that_one_rank_catches_ends_the_group(fresh: Pool) -> None:
+    survivor, culprit = fresh.run(stumbles, 2, "backward", (1,), 1)
+    assert survivor[0].startswith("RankError: backward: rank 1 failed: its backward pass raised"), survivor
+    assert culprit[0].startswith("ZeroDivisionError"), culprit

@@ -112,6 +112,12 @@ class Agreement:
         if self._watch is not None:
             self._watch.covers(*groups)
 
+    def counted(self, begun: object) -> None:
+        """`begun` spells how far this rank has come in collectives that all ranks begin alike: an
+        error that all of them meet at one place leaves none of these half done."""
+        if self._watch is not None:
+            self._watch.place = begun
+
     def meet(self, what: str, timeout: float = 30.0) -> None:
         """All ranks must come within `timeout` seconds, else RankError names who did not."""
         if self._watch is not None:

@@ -8,11 +8,13 @@ connection, however it dies, and the kernel's keepalive closes the one to a host
     {"say": "welcome", "rank": 0}                    the hub's answer, when all have come
     {"say": "come", "rank": 1, "round": 7, "what": "save", "value": ...}    to a meeting
     {"say": "failed", "rank": 1, "text": "ValueError: ..."}
+    {"say": "stumbled", "rank": 1, "at": "...", "text": ...}    an error that all ranks may have met
     {"say": "left", "rank": 1, "ending": true}       goodbye, by a process that ends or one that goes on
     {"say": "gone", "rank": 1}                       its process is over, without a fault
 
 The hub passes on what it hears. The first failure heard is the one that everybody names, since the
-others follow from it.
+others follow from it. The hub also decides about stumbles: where all ranks say the same within `STUMBLE`
+seconds, nobody waits for anybody and nothing has failed; else the first to stumble has.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ Message = dict[str, Any]
 CONNECT = 30.0  # seconds for all to connect
 SEND = 5.0  # seconds that a peer which does not read may hold up a sender
 ENDING = 10.0  # seconds for a process that said goodbye to be over
+STUMBLE = 2.0  # seconds for every rank to meet the error that one has met
 OBITUARY = 1.0  # seconds to look for the reason of a death
 
 
@@ -73,6 +76,7 @@ class Line:
         self.ending: set[int] = set()
         self.gone: set[int] = set()  # of these, whose process is over without a fault
         self.rounds: dict[int, dict[int, Message]] = {}
+        self._stumbles: dict[str, dict[int, Message]] = {}  # the hub's, by place
         self._peers: dict[socket.socket, int] = {}
         self._sending = threading.Lock()
         self._closed = False
@@ -121,6 +125,8 @@ class Line:
 
     def _hear(self, message: Message, source: socket.socket | None = None) -> None:
         self._pass_on(message, source)
+        if self.is_hub:
+            self._weigh(message)
         failure = None
         with self.changed:
             if message["say"] == "failed" and self.failure is None:
@@ -136,6 +142,30 @@ class Line:
             self.changed.notify_all()
         if failure is not None:
             self.on_failure(failure)
+
+    def _weigh(self, message: Message) -> None:
+        """The hub's view of stumbles; a rank that ends after one has failed by it."""
+        rank, told = message["rank"], None
+        with self.changed:
+            if message["say"] == "stumbled":
+                here = self._stumbles.setdefault(message["at"], {})
+                here[rank] = message
+                if len(here) == len(self.members):
+                    del self._stumbles[message["at"]]
+                elif len(here) == 1:
+                    late = threading.Timer(STUMBLE, self._overdue, (message,))
+                    late.daemon = True
+                    late.start()
+            elif message["say"] in ("left", "gone"):
+                told = next((s[rank] for s in self._stumbles.values() if rank in s), None)
+        if told is not None:
+            self._overdue(told)
+
+    def _overdue(self, stumble: Message) -> None:
+        with self.changed:
+            late = self._stumbles.pop(stumble["at"], {})
+        if stumble in late.values() and not self._closed:
+            self._hear({"say": "failed", "rank": stumble["rank"], "text": stumble["text"]})
 
     def _pass_on(self, message: Message, source: socket.socket | None) -> None:
         """The hub tells all members but the source; a member tells the hub what it says itself."""

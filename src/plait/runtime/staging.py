@@ -52,6 +52,8 @@ class Seat:
         replicas = Replicas(_transport(group, copies, replica, back), device)
         parts = [t.group for t in (rows, replicas.transport) if t.group not in (None, group)]
         agreement.covers(*parts)
+        if mesh.pp == mesh.dp == 1:
+            agreement.counted(rows.begun)
         return cls(seats, line, rows, replicas)
 
 

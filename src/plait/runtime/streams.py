@@ -131,13 +131,16 @@ class Beside(Transport):
     @classmethod
     def of(cls, transport: Transport, device: torch.device) -> Beside:  # type: ignore[override]
         t = transport
-        return cls(t.group, t.rank, t.size, backward=t.backward, under=t, on=line(device))
+        return cls(
+            t.group, t.rank, t.size, backward=t.backward, begun=t.begun, under=t, on=line(device)
+        )
 
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         return self.start(step, x, cut, algorithm).wait()
 
     def start(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Handle:
-        run = self.under.run
+        run = self.under.carry_out
+        self.begun.count += step.collective is not None
         if step.collective is None:
             return Done(run(step, x, cut, algorithm))
         if x.is_cuda and isinstance(self.on, Stream):

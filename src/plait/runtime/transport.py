@@ -26,6 +26,15 @@ from plait.passes.partition import Site
 from plait.rules.moves import Cut, Step, assemble, count, local, only_own, take, widen
 
 
+class Begun:
+    """How many collective steps this rank has begun."""
+
+    count = 0
+
+    def __str__(self) -> str:
+        return str(self.count)
+
+
 @dataclass(frozen=True)
 class Transport:
     """One rank's end of the moves over `group` (None: alone)."""
@@ -34,6 +43,7 @@ class Transport:
     rank: int
     size: int
     backward: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, kw_only=True)
+    begun: Begun = field(default_factory=Begun, kw_only=True, compare=False)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Transport:
@@ -53,6 +63,10 @@ class Transport:
 
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         """One step on this rank; all ranks of the group run the same steps in the same order."""
+        self.begun.count += step.collective is not None
+        return self.carry_out(step, x, cut, algorithm)
+
+    def carry_out(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         if step.collective is None:
             return local(step, x, cut, self.rank)
         if self.size == 1:
@@ -127,7 +141,7 @@ class Still(Transport):
 
     known: dict[Any, Tensor] = field(default_factory=dict, compare=False)
 
-    def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
+    def carry_out(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         if step.collective is None:
             return local(step, x, cut, self.rank)
         if step.action in ("all_reduce", "share"):

@@ -1,7 +1,7 @@
 """The watch over a group: when a rank fails, every other one raises `RankError`, naming it.
 
     watch = Watch(group)                    # on all ranks of the group
-    with watch.guard("forward"): ...        # work with collectives; a failure ends the group
+    with watch.guard("forward"): ...        # work with collectives; an error of one rank ends the group
     with watch.step("load weights"): ...    # local work: all succeed, or all raise and live on
     watch.exchange("plan", digest)          # [the value of each rank], over the side channel
 
@@ -53,7 +53,10 @@ class Watch:
         assert self._group is not None, "a watch needs a process group"
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._round = 0
-        self._pass = -1  # the backward pass that was seen last
+        self._task = -1  # the backward pass that was seen last
+        self._pass: weakref.ref[_Pass] | None = None
+        self._stumbles = 0
+        self.place: object = None  # spells how far this rank has come, where all ranks do the same
         self._line = _connect(self._group)
         self._releaser = _Releaser(self._line, device)
         self.covers(self._group)
@@ -84,17 +87,35 @@ class Watch:
         self._releaser.raised.set()
         self._line.say("failed", text=self._line.name(self.rank, text))
 
+    def report_stumble(self, error: Exception) -> None:
+        """As `report_failure`, of an error that is none where every rank meets it at this place."""
+        self._releaser.raised.set()
+        self._stumble(self._here(error), f"failed: {type(error).__name__}: {error}")
+
+    def _stumble(self, at: str, text: str) -> None:
+        text = self._line.name(self.rank, text)
+        self._line.say("stumbled", at=at, text=text) if at else self._line.say("failed", text=text)
+
+    def _here(self, error: object) -> str:
+        """Equal on all ranks that have met the same; "" where it cannot be."""
+        if self.place is None:
+            return ""
+        self._stumbles += 1
+        return f"{self._stumbles} {self._round} {self.place} {type(error).__name__}: {error}"
+
     def check(self, what: str = "") -> None:
         """Raise RankError if a rank has failed."""
         if self._line.failure is not None:
             raise self._releaser.error(self._line.failure, what)
+        self._releaser.raised.clear()
 
     @contextlib.contextmanager
     def guard(self, what: str) -> Iterator[None]:
-        """Work in which ranks wait for each other; an exception here ends the group's work.
+        """Work in which ranks wait for each other; an exception of one rank ends the group's work.
 
         The exception is this rank's own fault and told to the others, or follows from another's
-        (a collective that broke) and becomes a RankError that names it.
+        (a collective that broke) and becomes a RankError that names it. Where all ranks raise the
+        same at the same place, nobody waits for anybody, and the group lives on.
         """
         self.check(what)
         try:
@@ -108,7 +129,10 @@ class Watch:
             cause = self._cause()
             if cause is not None:
                 raise self._releaser.error(cause, what) from error
-            self.report_failure(error)
+            self.report_stumble(error)
+            raise
+        except Exception as error:
+            self.report_stumble(error)
             raise
         except BaseException as error:
             self.report_failure(error)
@@ -118,15 +142,23 @@ class Watch:
     def backward(self) -> Iterator[None]:
         """A guard within autograd's engine."""
         self.enter()
-        with self.guard("backward"):
-            yield
+        try:
+            with self.guard("backward"):
+                yield
+        except BaseException:
+            now = self._pass() if self._pass is not None else None
+            if now is not None:
+                now.failed = False  # it is told
+            raise
 
     def enter(self) -> None:
         """Called in a backward pass: from now on the others are told if the pass does not end."""
         task = torch._C._current_graph_task_id()
-        if task != self._pass:
-            self._pass = task
-            Variable._execution_engine.queue_callback(_Pass(self))  # type: ignore[no-untyped-call]
+        if task != self._task:
+            self._task = task
+            now = _Pass(self)
+            self._pass = weakref.ref(now)
+            Variable._execution_engine.queue_callback(now)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
@@ -212,24 +244,24 @@ class _Pass:
 
     What was raised is then on its way to the caller, out of our sight: a hook's error, say. If the
     caller does not catch it, the process tells it as it ends; if it does, all that can be told
-    is that there was one.
+    is that there was one, and where.
     """
 
     def __init__(self, watch: Watch) -> None:
-        self.line, self.failed = watch._line, True
+        self.watch, self.failed = watch, True
 
     def __call__(self) -> None:
         self.failed = False
 
     def __del__(self) -> None:
-        if self.failed and self.line.failure is None:
-            timer = threading.Timer(UNSAID, self._tell)
+        if self.failed and self.watch._line.failure is None:
+            at = self.watch._here(None)
+            timer = threading.Timer(UNSAID, self.watch._stumble, (at, CAUGHT))
             timer.daemon = True
             timer.start()
 
-    def _tell(self) -> None:
-        text = "failed: its backward pass raised an exception, which its program caught"
-        self.line.say("failed", text=self.line.name(self.line.rank, text))
+
+CAUGHT = "failed: its backward pass raised an exception, which its program caught"
 
 
 class _Releaser:
