@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,3 +91,56 @@ def test_dtypes_that_no_kernel_takes_are_refused(model: nn.Module, x: Tensor, wo
         model(x)
     with pytest.raises(CaptureError, match=words):
         capture(model, (x,))
+
+
+@dataclass
+class Pair:
+    first: Tensor
+    rest: Any = None
+
+
+@dataclass
+class Known(Pair):
+    """The same, registered."""
+
+
+torch.export.register_dataclass(Known)
+
+
+class Named(NamedTuple):
+    first: Tensor
+    rest: dict[str, Any]
+
+
+class Nested(nn.Module):
+    """Takes and returns one kind of container."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.down, self.kind = nn.Linear(5, 4), kind
+
+    def forward(self, given: Any) -> Any:
+        first = given if isinstance(given, Tensor) else given.first * given.rest["scale"]
+        y = self.down(first)
+        return self.kind(y, {"rows": [y + 1, None, 3], "scale": y.sum()})
+
+
+def test_dataclasses_are_refused_until_torch_knows_them() -> None:
+    x = torch.randn(2, 5)
+    with pytest.raises(CaptureError, match=r"output of forward is of type Pair: .*register_dataclass\(Pair\)"):
+        capture(Nested(Pair), (x,))
+    with pytest.raises(CaptureError, match=r"args\[0\] is of type Pair: .*register_dataclass\(Pair\)"):
+        capture(Nested(Named), (Pair(x, {"scale": 2.0}),))
+    with pytest.raises(CaptureError, match=r"args\[0\]\['kept'\] is of type set: pass tensors"):
+        capture(Nested(Named), ({"kept": {1}},))
+
+
+@pytest.mark.parametrize("kind", [Known, Named])
+def test_containers_come_back_as_they_are(kind: type) -> None:
+    setup = Setup(Nested(kind), (kind(torch.randn(2, 5), {"scale": torch.tensor(2.0)}),)).to(torch.float64)
+    program = pretend.trace(setup, training=True)
+    want = plain(setup)
+    assert isinstance(want.out, kind)
+    for got in pretend.run(pretend.divide(program, 2, pretend.Free(2)), setup, train=True):
+        assert isinstance(got.out, kind)
+        demand(discrepancies(got, want), about=kind.__name__)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from plait.capture.preserve import on_meta
+from plait.capture.refuse import refuse_inputs
 from plait.errors import CaptureError
 from plait.program import Input
 
@@ -42,6 +43,7 @@ class Call:
     ) -> Call:
         with_paths, spec = pytree.tree_flatten_with_path((args, kwargs))
         leaves = tuple((_spell(path), leaf) for path, leaf in with_paths)
+        refuse_inputs(leaves)
         numbered = pytree.tree_unflatten(list(range(len(leaves))), spec)
         numbers = _bind(model, *numbered)
         dims, ranges = _Dynamic(leaves, numbers).read(dynamic or {})

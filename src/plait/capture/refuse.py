@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import linecache
 import logging
@@ -11,7 +12,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -115,12 +116,31 @@ def refuse_outputs(outputs: Any) -> None:
     wrong = [(f"{_named(path)} is of type {type(x).__name__}", x) for path, x in found if not _known(x)]
     if not wrong:
         return
-    advice = (
-        "call it with use_cache=False"
-        if any(isinstance(x, caches) for _, x in wrong)
-        else "return tensors, numbers, None, and lists, tuples or dicts of them"
-    )
+    if any(isinstance(x, caches) for _, x in wrong):
+        advice = "call it with use_cache=False"
+    else:
+        advice = _registered([x for _, x in wrong]) or f"return {CONTAINERS}"
     raise CaptureError(f"the output {', '.join(text for text, _ in wrong)}: {advice}")
+
+
+def refuse_inputs(leaves: Iterable[tuple[str, Any]]) -> None:
+    """`leaves`: of the call, with their paths. Objects whose tensors are out of sight."""
+    wrong = [(path, x) for path, x in leaves if dataclasses.is_dataclass(x) or isinstance(x, SETS)]
+    if wrong:
+        found = ", ".join(f"{path} is of type {type(x).__name__}" for path, x in wrong)
+        advice = _registered([x for _, x in wrong]) or f"pass {CONTAINERS}"
+        raise CaptureError(f"the input {found}: {advice}")
+
+
+def _registered(objects: list[Any]) -> str:
+    """How torch is told what is in a dataclass; it then takes and gives it as it is."""
+    kinds = {type(x).__name__: None for x in objects if dataclasses.is_dataclass(x)}
+    calls = " and ".join(f"torch.export.register_dataclass({k})" for k in kinds)
+    return f"call {calls} first, and it is passed and returned as it is" if kinds else ""
+
+
+CONTAINERS = "tensors, numbers, None, and lists, tuples or dicts of them"
+SETS = (set, frozenset)
 
 
 def _known(x: Any) -> bool:
