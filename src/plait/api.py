@@ -20,12 +20,12 @@ from plait.capture.state import Ambient, State, around, posed
 from plait.cluster import Cluster
 from plait.cluster.presets import grow
 from plait.errors import CaptureError, InputError, PlanError
-from plait.mesh import ORDERS, Mesh, Seats, refuse_what_is_coming
+from plait.mesh import ORDERS, Mesh, Seats
 from plait.passes.microbatch import Joined, Uncut, why_uncut
 from plait.passes.schedule import SCHEDULES
 from plait.plan import joint, overlaps, planner, staged
 from plait.plan.plan import Choice, Plan, program_digest
-from plait.plan.planner import Held, Planned
+from plait.plan.planner import Held, Laid, Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
 from plait.runtime.compiled import Compiled, Holdings, Values, part_of
@@ -70,10 +70,11 @@ def compile(
     `dynamic`: `{"input_ids": {0: "batch"}}`, sizes that one program serves. `weights`: a safetensors file or folder for
     a model on meta. `plan`: a saved one. `objective`: "latency" or "throughput". `algorithm`: "auto", one name, or
     `{site: name}`. `overlap`: "auto", "off" or a number of chunks. `micro_batches`, `schedule`, `outputs` ("all"
-    or "last"): of a pipeline. `deterministic`: no algorithm that orders its sums by itself. Raises on every
-    rank: CaptureError, MeshError, PlanError (does not fit the memory), WeightError, InputError, NotYetError.
+    or "last"): of a pipeline. `recompute`: activations are kept for the backward ("off"), computed again in it
+    ("full"), or again only where they would not fit a device ("auto"). `deterministic`: no algorithm that orders
+    its sums by itself. Raises on every rank: CaptureError, MeshError, PlanError (does not fit the memory),
+    WeightError, InputError, NotYetError.
     """
-    refuse_what_is_coming(recompute=recompute)
     overlaps.check(overlap)
     if group is None:
         group, _ = world()
@@ -92,19 +93,15 @@ def compile(
     machine = Cluster.of(cluster, measured=measure)
     options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)
     schedules = joint.allowed(schedule, joint.RUNS)
-    ask = joint.Ask(meshes, machine, options, micro_batches, schedules, outputs=outputs)
-    mesh, options = _mesh(program, ask, agreement, plan)
-    one_piece = micro_batches == "auto" and mesh.pp == 1
-    pieces = options.choice.winner.micro_batches if options.choice and one_piece else micro_batches
-    seat = Seat.of(_seats(mesh, options), group, agreement, place)
-    staging = Staging.of(seat, machine, pieces, schedule, outputs, training)
-    options = replace(
-        options,
-        tp=mesh.tp,
-        cluster=machine.subset(range(mesh.tp)) if machine.size >= mesh.tp else machine,
-        overlap=overlap if mesh.pp == 1 else "off",  # a stage's cut may not fall into a region
+    again = joint.recompute(recompute)
+    ask = joint.Ask(meshes, machine, options, micro_batches, schedules, recompute=again, outputs=outputs)
+    chosen = _chosen(program, ask, agreement, plan)
+    pieces = chosen.pieces if micro_batches == "auto" and chosen.mesh.pp == 1 else micro_batches
+    seat = Seat.of(chosen.seats, group, agreement, place)
+    staging = Staging.of(seat, machine, pieces, schedule, recompute, outputs, chosen.alone(training))
+    job = _Job(
+        source, chosen.options(options), seat, agreement, place, plan, staging, chosen.laid
     )
-    job = _Job(source, options, seat, agreement, place, plan, staging)
     first = job.build(program)
     agreement.divide(seat.seats.replicas())
     with agreement.step("load"):
@@ -137,7 +134,7 @@ def plan(
     `args` and `kwargs` are the batch of one replica. What is "auto" is chosen together, for the
     least seconds of a call or the least between results over all replicas (`objective`), within each
     device's memory; `Plan.choice` lists the front-runners. It may ask for more than `compile` runs
-    yet: replicas, any schedule, activations recomputed. Raises CaptureError, MeshError (no mesh of
+    yet: replicas, any schedule. Raises CaptureError, MeshError (no mesh of
     all devices has these numbers) and PlanError (it does not fit: names the smallest number of
     devices of this kind that would do).
     """
@@ -150,7 +147,7 @@ def plan(
         planner.Options(1, machine, algorithm, objective, deterministic, overlap),
         micro_batches,
         joint.allowed(schedule, tuple(SCHEDULES)),
-        recompute=joint.RECOMPUTE if recompute == "auto" else (recompute,),
+        recompute=joint.recompute(recompute),
         outputs=outputs,
     )
     with _uncollected():
@@ -214,6 +211,7 @@ class _Job:
     device: torch.device
     saved: Plan | None = None
     staging: Staging | None = None  # of a pipeline
+    laid: Laid | None = None  # by the joint choice, of the whole batch
 
     def build(self, program: Program, first: Any = None, joined: Joined | None = None) -> Any:
         """What runs the program on this rank; `first` holds the weights that it must take."""
@@ -233,7 +231,8 @@ class _Job:
         text = ""
         with self.agreement.step("plan"):
             if self.agreement.plans:
-                mine = planner.make(program, self.options, fixed)
+                laid = self.laid if fixed is None else None
+                mine = planner.make(program, self.options, fixed, laid)
                 mine = replace(mine, plan=replace(mine.plan, dp=self.seat.seats.mesh.dp))
                 text = mine.plan.to_json()
         chosen = Plan.from_json(self.agreement.broadcast("plan", text))
@@ -370,10 +369,34 @@ def _stages(pp: int | str, overlap: str | int) -> int | str:
     return 1 if pp == "auto" and isinstance(overlap, int) and overlap > 1 else pp
 
 
-def _mesh(
-    program: Program, ask: joint.Ask, agreement: Agreement, saved: Plan | None
-) -> tuple[Mesh, planner.Options]:
-    """The saved plan's mesh, the only one, or rank 0's choice, which every rank's plan records."""
+@dataclass(frozen=True)
+class _Chosen:
+    """What decides how a program is run, the same on every rank."""
+
+    mesh: Mesh
+    choice: Choice | None = None
+    pieces: int | str = "auto"
+    recompute: str = "off"
+    laid: Laid | None = None  # on rank 0, of a choice that was made just now
+
+    @property
+    def seats(self) -> Seats:
+        return Seats(self.mesh, self.choice.winner.order if self.choice is not None else ORDERS[0])
+
+    def alone(self, training: bool) -> bool:
+        """Whether one stage of one micro-batch runs as it is: it keeps what its backward needs, and shares
+        its gradients with no replica."""
+        return self.recompute == "off" and not (training and self.mesh.dp > 1)
+
+    def options(self, asked: planner.Options) -> planner.Options:
+        """Of one tensor-parallel group."""
+        tp, machine = self.mesh.tp, asked.cluster
+        group = machine.subset(range(tp)) if machine.size >= tp else machine
+        return replace(asked, tp=tp, cluster=group, choice=self.choice)
+
+
+def _chosen(program: Program, ask: joint.Ask, agreement: Agreement, saved: Plan | None) -> _Chosen:
+    """The saved plan's, the only one, or rank 0's choice, which every rank's plan records."""
     if saved is not None:
         mesh = Mesh(saved.tp, saved.pp, saved.dp)
         if mesh not in ask.meshes:
@@ -381,23 +404,22 @@ def _mesh(
                 f"the plan is for {mesh}; of the ranks at hand these can be made: "
                 + ", ".join(map(str, ask.meshes))
             )
-        return mesh, ask.options
-    if len(ask.meshes) == 1:
-        return ask.meshes[0], ask.options
+        kept = saved.staged.recompute if saved.staged is not None else "off"
+        return _Chosen(mesh, pieces=saved.micro_batches, recompute=kept)
+    if len(ask.meshes) == 1 and not (program.training and ask.meshes[0].pp == 1):
+        return _Chosen(ask.meshes[0])
     agreement.same("compile", [f"program {program_digest(program)}"])
-    text = ""
+    laid, text = None, ""
     with agreement.step("plan"):
         if agreement.leads:
             size = ask.meshes[0].size
             machine = grow(ask.cluster, size).subset(range(size))
-            text = joint.search(program, replace(ask, cluster=machine)).choice.to_json()
+            found = joint.search(program, replace(ask, cluster=machine))
+            laid, text = found.laid, found.choice.to_json()
     choice = Choice.from_json(agreement.broadcast("plan", text))
     best = choice.winner
-    return Mesh(best.tp, best.pp, best.dp), replace(ask.options, choice=choice)
-
-
-def _seats(mesh: Mesh, options: planner.Options) -> Seats:
-    return Seats(mesh, options.choice.winner.order if options.choice is not None else ORDERS[0])
+    mesh = Mesh(best.tp, best.pp, best.dp)
+    return _Chosen(mesh, choice, best.micro_batches, best.recompute, laid)
 
 
 def _device(

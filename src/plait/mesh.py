@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.errors import MeshError, NotYetError
+from plait.errors import MeshError
 
 ORDERS = ("pp dp tp", "dp pp tp")
 
@@ -94,20 +93,3 @@ def _numbers(value: int | str, ranks: int) -> Iterator[int]:
     """The divisors of `ranks` that an axis may have."""
     wanted = range(1, ranks + 1) if value == "auto" else (int(value),)
     return (n for n in wanted if ranks % n == 0)
-
-
-def refuse_what_is_coming(**options: Any) -> None:
-    """Keywords of the contract whose part is still to come take the value that means none."""
-    wrong = [
-        f"{name}={value!r}: {_COMING[name][1]} is still to come; {name} takes "
-        + " or ".join(map(repr, _COMING[name][0]))
-        for name, value in options.items()
-        if value not in _COMING[name][0]
-    ]
-    if wrong:
-        raise NotYetError("\n".join(wrong))
-
-
-_COMING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "recompute": (("auto", "off"), "recomputing activations"),
-}

@@ -70,7 +70,7 @@ def brute(what: Program, wanted: joint.Ask) -> float:
             placement = Placement(wanted.cluster, mesh, order)
             group = search._group(placement)
             for pieces in range(1, search.batch.pieces + 1 if search.batch else 2):
-                line = group.line(search._share(pieces), False)
+                line = group.line(search._share(pieces))
                 for name in wanted.schedules if what.training else ("gpipe",):
                     played = schedule.make(name, mesh.pp, pieces, what.training)
                     counts = joint.opened(name, mesh.pp, pieces, what.training)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.errors import MeshError, NotYetError
-from plait.mesh import ORDERS, Mesh, Seats, refuse_what_is_coming
+from plait.errors import MeshError
+from plait.mesh import ORDERS, Mesh, Seats
 
 
 def test_auto_is_any_number_that_fits() -> None:
@@ -40,12 +40,6 @@ def test_every_mesh_of_all_ranks_is_there_once(ranks: int) -> None:
 def test_what_does_not_fit_is_told_what_does(tp: int | str, pp: int, words: str) -> None:
     with pytest.raises(MeshError, match=words):
         Mesh.fitting(tp, pp, 1, 6)
-
-
-def test_all_that_is_still_to_come_is_named_at_once() -> None:
-    refuse_what_is_coming(recompute="auto")
-    with pytest.raises(NotYetError, match="recompute='full': .* is still to come"):
-        refuse_what_is_coming(recompute="full")
 
 
 @pytest.mark.parametrize("order", ORDERS)

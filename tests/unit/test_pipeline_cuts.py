@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
+from plait.plan.recompute import recomputed, segments
 from plait.plan.stages import EXACT, SLACK, Item, Line, cut
 
 PER_BYTE = 0.01
@@ -34,8 +36,8 @@ def lines(draw: st.DrawFn) -> Line:
         for i in range(n)
     )
     sizes = {w: float(draw(st.integers(0, 9))) for w in names}
-    entering = draw(st.none() | st.integers(0, 3))
-    return Line(items, sizes, float(draw(st.integers(0, 2))), entering)
+    line = Line(items, sizes, float(draw(st.integers(0, 2))))
+    return draw(st.sampled_from([line, recomputed(line), recomputed(line, 2.0)]))
 
 
 def every(line: Line, stages: int) -> Iterator[tuple[int, ...]]:
@@ -62,8 +64,10 @@ def memory(line: Line, i: int, j: int, opened: float) -> float:
     mine = line.items[i:j]
     held = sum(line.weights[w] for w in {w for x in mine for w in x.weights})
     kept = sum(x.kept for x in mine)
-    if line.entering is not None:
-        return line.workspace + held + opened * line.entering + min(opened, 1.0) * kept
+    if line.again is not None:
+        inside = sum(crossing(line, s) for s in line.again.starts if i <= s < j)
+        segment = min(opened, line.again.at_once) * min(kept, line.again.most)
+        return line.workspace + held + opened * (line.again.entering + inside) + segment
     return line.workspace + held + opened * kept
 
 
@@ -132,3 +136,26 @@ def test_early_stages_have_more_open_and_so_get_fewer_operators() -> None:
     items = tuple(Item(f"n{i}", 1.0, 1.0, i + 1, kept=1.0) for i in range(8))
     assert cut(Line(items), 2).bounds == (0, 4, 8)
     assert cut(Line(items), 2, memory=6.0, opened=(2, 1)).bounds == (0, 3, 8)
+
+
+# -- segments ------------------------------------------------------------------------------------------
+
+
+def test_segments_begin_between_layers_and_are_about_the_root_of_their_number() -> None:
+    """A layer of eight operators keeps 16 bytes and hands on 1; inside it 6 are alive."""
+    items = tuple(
+        Item(f"n{i}", 1.0, 1.0 if i % 8 == 7 else 6.0, min(i + 1, 511), kept=2.0) for i in range(512)
+    )
+    line = Line(items)
+    starts = segments(line)
+    assert starts
+    assert all(s % 8 == 0 for s in starts)
+    held = len(starts) + max(j - i for i, j in pairwise((0, *starts, 512))) * 2.0
+    best = min(n + -(-64 // (n + 1)) * 16.0 for n in range(64))
+    assert held <= best * 1.3
+    alone = np.array([0]), np.array([512]), 1.0
+    assert recomputed(line).memory(*alone)[0] < line.memory(*alone)[0] / 8
+
+
+def test_what_keeps_nothing_has_one_segment() -> None:
+    assert segments(Line(tuple(Item(f"n{i}", 1.0) for i in range(4)))) == ()

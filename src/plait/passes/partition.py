@@ -67,6 +67,18 @@ class Local:
     seeded: bool = False
     ends: dict[str, int] = field(default_factory=dict)  # local nodes made by the end of each node
 
+    def starts(self, firsts: Sequence[str]) -> list[int]:
+        """Where the local nodes begin that nodes of the program are made into."""
+        names = list(self.ends)
+        return [self.ends[names[names.index(first) - 1]] for first in firsts]
+
+    def origins(self) -> list[str]:
+        """The program's node behind each node of the local graph."""
+        out: list[str] = []
+        for name, end in self.ends.items():
+            out += [name] * (end - len(out))
+        return out
+
 
 @dataclass
 class Emitter:

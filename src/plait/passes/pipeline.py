@@ -56,8 +56,8 @@ def stage_of(local: Local, firsts: Sequence[str], light: frozenset[str]) -> dict
 
     `firsts`: the first node of the program in each stage but the first; `light`: nodes of the program.
     """
-    starts = _starts(local, firsts)
-    origin = _origins(local)
+    starts = local.starts(firsts)
+    origin = local.origins()
     shares = {share.weight.node for share in local.shares}
     held = {n for n in local.graph.nodes if n.op == "placeholder" and n.name in shares}
     out: dict[fx.Node, int] = {}
@@ -77,19 +77,6 @@ def stage_of(local: Local, firsts: Sequence[str], light: frozenset[str]) -> dict
 def _can_repeat(node: fx.Node, placed: Mapping[fx.Node, int]) -> bool:
     """No collective inside, and everything it reads can be repeated too."""
     return node.op == "call_function" and not any(i in placed for i in node.all_input_nodes)
-
-
-def _starts(local: Local, firsts: Sequence[str]) -> list[int]:
-    names = list(local.ends)
-    return [local.ends[names[names.index(first) - 1]] for first in firsts]
-
-
-def _origins(local: Local) -> list[str]:
-    """The program's node behind each node of the local graph."""
-    out: list[str] = []
-    for name, end in local.ends.items():
-        out += [name] * (end - len(out))
-    return out
 
 
 def split(local: Local, firsts: Sequence[str], light: frozenset[str]) -> tuple[Stage, ...]:

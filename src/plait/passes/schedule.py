@@ -175,12 +175,24 @@ def before(action: Action, stages: int) -> list[Action]:
     return [Action(s, "F", k), *after]
 
 
-def run(schedule: Schedule, forward: Sequence[float], backward: float = BACKWARD) -> Timed:
+def units(again: bool = False) -> dict[str, float]:
+    """What each kind of action takes, in forwards; `again`: a backward first runs the forward again."""
+    half = BACKWARD / 2
+    return {"F": 1.0, "B": BACKWARD + again, "I": half + again, "W": half}
+
+
+def forward(schedule: Schedule, each: Sequence[float], again: bool = False) -> list[float]:
+    """Seconds of a forward in every stage, of those of a micro-batch there and back."""
+    passes = sum(units(again)[kind] for kind in schedule.kinds)
+    return [seconds / passes for seconds in each]
+
+
+def run(schedule: Schedule, forward: Sequence[float], again: bool = False) -> Timed:
     """Every place does its actions in order, each as soon as what it needs has ended.
 
     ScheduleError where that stops before the end, naming what every place waits for.
     """
-    units = {"F": 1.0, "B": backward, "I": backward / 2, "W": backward / 2}
+    takes = units(again)
     at, free = [0] * len(schedule.places), [0.0] * len(schedule.places)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
@@ -195,7 +207,7 @@ def run(schedule: Schedule, forward: Sequence[float], backward: float = BACKWARD
                 if not all(n in end for n in needs):
                     break
                 start[action] = max([free[p], *(end[n] for n in needs)])
-                end[action] = free[p] = start[action] + forward[action.stage] * units[action.kind]
+                end[action] = free[p] = start[action] + forward[action.stage] * takes[action.kind]
                 opened[action.stage] += OPENS[action.kind]
                 most[action.stage] = max(most[action.stage], opened[action.stage])
                 at[p] += 1
@@ -209,6 +221,15 @@ def run(schedule: Schedule, forward: Sequence[float], backward: float = BACKWARD
     if stuck:
         raise ScheduleError("the schedule stops: " + "; ".join(stuck))
     return Timed(start, end, tuple(most))
+
+
+def owed(schedule: Schedule) -> int:
+    """The most micro-batches of a stage that are between the halves of their backward at once."""
+    most, open_ = 0, Counter[int]()
+    for action in (a for actions in schedule.places for a in actions):
+        open_[action.stage] += {"I": 1, "W": -1}.get(action.kind, 0)
+        most = max(most, open_[action.stage])
+    return most
 
 
 def check(schedule: Schedule) -> Timed:
@@ -237,14 +258,14 @@ def check(schedule: Schedule) -> Timed:
     return run(schedule, [1.0] * schedule.stages)
 
 
-def seconds(schedule: Schedule, forward: Sequence[float]) -> float:
+def seconds(schedule: Schedule, forward: Sequence[float], again: bool = False) -> float:
     """From the first action to the end of the last; `forward`: of one micro-batch, by stage."""
-    return run(schedule, forward).seconds
+    return run(schedule, forward, again).seconds
 
 
-def bubble(schedule: Schedule, forward: Sequence[float]) -> float:
+def bubble(schedule: Schedule, forward: Sequence[float], again: bool = False) -> float:
     """The share of the places' time in which they wait."""
-    timed = run(schedule, forward)
+    timed = run(schedule, forward, again)
     busy = sum(timed.end[a] - timed.start[a] for a in timed.end)
     whole = timed.seconds * len(schedule.places)
     return 1.0 - busy / whole if whole > 0 else 0.0

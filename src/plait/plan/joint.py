@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from math import ceil
+from math import ceil, inf
 
 from plait.cluster import Cluster
 from plait.cluster.presets import grow
@@ -33,9 +33,10 @@ from plait.passes.schedule import Schedule
 from plait.plan import planner
 from plait.plan.gradients import bare, room, summed
 from plait.plan.placement import Link, Placement
-from plait.plan.plan import Candidate, Choice, program_digest
+from plait.plan.plan import Candidate, Choice, Memory, program_digest
 from plait.plan.planner import Laid, Options
 from plait.plan.prices import Collective
+from plait.plan.recompute import recomputed
 from plait.plan.stages import Cuts, Line, cut
 from plait.plan.work import Work
 from plait.program import Program
@@ -73,14 +74,19 @@ class Group:
     work: Work
     collective: Collective
     options: Options
-    lines: dict[tuple[float, bool], Line] = field(default_factory=dict)
+    lines: dict[tuple[object, ...], Line] = field(default_factory=dict)
 
-    def line(self, share: float, full: bool) -> Line:
-        """Of a micro-batch; `full`: activations are recomputed, for one more forward."""
-        if (share, full) not in self.lines:
-            line = self.work.line(share, self.collective)
-            self.lines[share, full] = recomputed(line) if full else line
-        return self.lines[share, full]
+    def line(self, share: float) -> Line:
+        """Of a micro-batch."""
+        if (share,) not in self.lines:
+            self.lines[share,] = self.work.line(share, self.collective)
+        return self.lines[share,]
+
+    def again(self, share: float, owed: int) -> Line:
+        """The same where activations are recomputed; `owed`: see passes/schedule.py."""
+        if (share, owed) not in self.lines:
+            self.lines[share, owed] = recomputed(self.line(share), float(owed) if owed else None)
+        return self.lines[share, owed]
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ class _Search:
             raise PlanError(self._too_large(refused))
         ranked = sorted(found, key=self._score)
         near = [c for c in ranked if self._score(c) <= self._score(ranked[0]) * (1 + CLOSE)]
-        best = min(near, key=lambda c: (c.pp, c.micro_batches, c.memory, self._score(c)))
+        best = min(near, key=self._rank)
         front = [best]
         for c in ranked:  # the best of every other mesh
             if all((c.tp, c.pp, c.dp) != (o.tp, o.pp, o.dp) for o in front):
@@ -181,9 +187,27 @@ class _Search:
             reason=self._reason(front),
             refused=tuple(f"{m}: {why}" for m, why in refused.items()),
             notes=self._notes(),
+            memory=self._memory(best) if self.program.training else None,
         )
-        winner = Placement(self.ask.cluster, Mesh(best.tp, best.pp, best.dp), best.order)
-        return Found(choice, self._group(winner).laid)
+        return Found(choice, self._group(self._where(best)).laid)
+
+    def _where(self, c: Candidate) -> Placement:
+        return Placement(self.ask.cluster, Mesh(c.tp, c.pp, c.dp), c.order)
+
+    def _memory(self, best: Candidate) -> Memory:
+        """Of the fullest rank, with activations kept and recomputed, were there no limit."""
+        found = {best.recompute: best.memory}
+        for other in {*RECOMPUTE} - {best.recompute}:
+            found[other] = self._weigh(
+                self._where(best), self._group(self._where(best)), best.micro_batches,
+                best.schedule, other, inf,
+            ).memory  # type: ignore[union-attr]
+        limit = float(self.ask.cluster.device.memory)
+        return Memory(limit, found["off"], found["full"], best.recompute, len(self.ask.recompute) == 1)
+
+    def _rank(self, c: Candidate) -> tuple[object, ...]:
+        """Among candidates as fast as each other: fewest parts first."""
+        return c.pp, c.micro_batches, c.recompute != "off", c.memory, self._score(c)
 
     def _score(self, c: Candidate) -> float:
         return c.seconds if self.ask.options.objective == "latency" else c.period
@@ -194,9 +218,10 @@ class _Search:
         """The candidates of a mesh that may be its best, or why none fits.
 
         They are taken in order of a bound on their seconds (all work shared evenly, or one micro-batch
-        through all stages), until the bound passes the best found.
+        through all stages), until the bound passes the best found. One stage runs several micro-batches,
+        or operators again, only for want of memory.
         """
-        ways = sorted(self._ways(mesh), key=lambda way: way[0])
+        ways = sorted(self._ways(mesh), key=lambda way: (mesh.pp == 1 < way[3], way[0]))
         self.weighed += len(ways)
         found: list[Candidate] = []
         why, best = "", float("inf")
@@ -206,9 +231,11 @@ class _Search:
             candidate = self._weigh(placement, group, pieces, name, recompute)
             if isinstance(candidate, str):
                 why = why or candidate
-            else:
-                found.append(candidate)
-                best = min(best, self._score(candidate))
+                continue
+            found.append(candidate)
+            best = min(best, self._score(candidate))
+            if (mesh.pp, pieces, recompute) == (1, 1, "off"):
+                return [candidate], ""
         return found, why
 
     def _ways(self, mesh: Mesh) -> Iterator[Way]:
@@ -221,7 +248,8 @@ class _Search:
                     if mesh.pp == 1 and schedule.STAGES_A_PLACE[name] > 1 < len(self.ask.schedules):
                         continue
                     for recompute in self.ask.recompute if self.program.training else ("off",):
-                        whole = group.line(self._share(pieces), recompute == "full").work[-1]
+                        line = self._line(group, mesh, pieces, name, recompute)
+                        whole = line.work[-1]
                         bound = float(max(whole, whole * pieces / mesh.pp))
                         if self.ask.options.objective != "latency":
                             bound = float(whole) * pieces / mesh.pp / mesh.dp
@@ -239,12 +267,25 @@ class _Search:
             )
         return self.groups[key]
 
+    def _line(self, group: Group, mesh: Mesh, pieces: int, name: str, recompute: str) -> Line:
+        share = self._share(pieces)
+        if recompute == "off":
+            return group.line(share)
+        return group.again(share, schedule.owed(_order(name, mesh.pp, pieces, True)))
+
     def _weigh(
-        self, placement: Placement, group: Group, pieces: int, name: str, recompute: str
+        self,
+        placement: Placement,
+        group: Group,
+        pieces: int,
+        name: str,
+        recompute: str,
+        memory: float | None = None,
     ) -> Candidate | str:
         mesh, training = placement.mesh, self.program.training
-        line = group.line(self._share(pieces), recompute == "full")
-        memory = self.ask.cluster.device.memory - room(mesh, group.work)
+        if memory is None:
+            memory = self.ask.cluster.device.memory - room(mesh, group.work)
+        line = self._line(group, mesh, pieces, name, recompute)
         try:
             cuts = divided(line, placement.link, memory, mesh.pp, name, pieces, training)
         except PlanError as error:
@@ -263,7 +304,7 @@ class _Search:
     ) -> Candidate:
         mesh, training = placement.mesh, self.program.training
         order = _order(name, mesh.pp, pieces, training)
-        passes = played(order, cuts.seconds)
+        passes = played(order, cuts.seconds, recompute)
         share = self._share(pieces)
         sent = sum(group.work.communication(share, group.collective)) * pieces / mesh.pp
         compute = sum(item.seconds for item in line.items) * pieces / mesh.pp - sent
@@ -390,7 +431,8 @@ class _Search:
         group = self._group(Placement(cluster.subset(range(tp)), Mesh(tp)))
         name = "1f1b" if "1f1b" in self.ask.schedules else "gpipe"
         pieces = max(self._counts(Mesh(tp, pp=2**10)))
-        line = group.line(self._share(pieces), "full" in self.ask.recompute)
+        recompute = "full" if "full" in self.ask.recompute and self.program.training else "off"
+        line = self._line(group, Mesh(tp), pieces, name, recompute)
 
         def fits(pp: int) -> bool:
             counts = opened(name, pp, min(pieces, DEEP * pp), self.program.training)
@@ -423,10 +465,15 @@ def opened(name: str, pp: int, pieces: int, training: bool) -> tuple[float, ...]
     return tuple(map(float, schedule.check(_order(name, pp, pieces, True)).open))
 
 
-def played(order: Schedule, each: Sequence[float]) -> float:
+def recompute(asked: str) -> tuple[str, ...]:
+    """What `recompute=` leaves to choose among."""
+    return RECOMPUTE if asked == "auto" else (asked,)
+
+
+def played(order: Schedule, each: Sequence[float], recompute: str = "off") -> float:
     """Seconds of a call; `each`: of one micro-batch in every stage, forward and backward."""
-    both = 1.0 + schedule.BACKWARD if order.training else 1.0
-    return schedule.seconds(order, [t / both for t in each])
+    again = recompute != "off"
+    return schedule.seconds(order, schedule.forward(order, each, again), again)
 
 
 def allowed(name: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -436,12 +483,6 @@ def allowed(name: str, known: Sequence[str]) -> tuple[str, ...]:
     if name not in schedule.SCHEDULES:
         raise InputError(f"schedule={name!r}: it takes {', '.join(schedule.SCHEDULES)}, or 'auto'")
     return (name,)
-
-
-def recomputed(line: Line) -> Line:
-    """Every stage keeps what comes in and runs its forward again: one more pass to three."""
-    items = tuple(replace(item, seconds=item.seconds * 4 / 3) for item in line.items)
-    return replace(line, items=items, entering=float(line.live.max()))
 
 
 def _moved(cluster: Cluster) -> tuple[int, ...]:

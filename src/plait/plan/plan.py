@@ -87,10 +87,13 @@ class Staged:
     bubble: float
     strategies: tuple[Mapping[str, str], ...] = ()
     memory: tuple[float, ...] = ()  # bytes of a rank of every stage, at most
+    recompute: str = "off"
+    segments: tuple[str, ...] = ()  # of what runs again: the first operators of all but the first
 
     def __str__(self) -> str:
         cuts = f", cut before {', '.join(self.firsts)}" if self.firsts else ""
-        return f"{self.schedule} with {len(self.rows) or 1} micro-batches{cuts}"
+        again = f", run again in {len(self.segments) + 1} segments" if self.recompute != "off" else ""
+        return f"{self.schedule} with {len(self.rows) or 1} micro-batches{cuts}{again}"
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Staged:
@@ -138,6 +141,28 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest rank in training, as predicted, with activations `kept` and computed `again`.
+
+    `recompute`: what is done, `off` or `full`; `asked`: by the user, or by the `limit` of a device.
+    """
+
+    limit: float
+    kept: float
+    again: float
+    recompute: str
+    asked: bool
+
+    def __str__(self) -> str:
+        kept, again, limit = (f"{b / 2**30:.3g} GiB" for b in (self.kept, self.again, self.limit))
+        if self.recompute == "off":
+            why = "as asked" if self.asked else f"they fit the {limit} of a device"
+            return f"activations are kept, {why}: {kept} a rank, {again} if recomputed"
+        why = "as asked" if self.asked else f"kept they would not fit the {limit} of a device"
+        return f"activations are recomputed, {why}: {again} a rank, {kept} if kept"
+
+
+@dataclass(frozen=True)
 class Choice:
     """What the joint choice weighed (plan/joint.py): the winner first, then the best of other meshes.
 
@@ -150,6 +175,7 @@ class Choice:
     reason: str
     refused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    memory: Memory | None = None  # of a program to be trained
 
     @property
     def winner(self) -> Candidate:
@@ -159,7 +185,8 @@ class Choice:
     def of(cls, data: Mapping[str, Any]) -> Choice:
         front = tuple(Candidate(**c | {"stages": tuple(c["stages"])}) for c in data["front"])
         lists = {k: tuple(data[k]) for k in ("refused", "notes")}
-        return cls(**{**data, **lists, "front": front})
+        memory = Memory(**data["memory"]) if data.get("memory") is not None else None
+        return cls(**{**data, **lists, "front": front, "memory": memory})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

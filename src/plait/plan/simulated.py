@@ -33,8 +33,8 @@ def _pipeline(plan: Plan) -> Iterator[Event]:
     staged = plan.staged
     assert staged is not None
     order = schedule.make(staged.schedule, plan.pp, plan.micro_batches, plan.training)
-    both = 1.0 + schedule.BACKWARD if plan.training else 1.0
-    timed = schedule.run(order, [t / both for t in staged.seconds])
+    again = staged.recompute != "off"
+    timed = schedule.run(order, schedule.forward(order, staged.seconds, again), again)
     for place, actions in enumerate(order.places):
         for action in actions:
             yield Event(timed.start[action], timed.end[action], f"place {place}", str(action))

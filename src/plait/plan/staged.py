@@ -24,6 +24,7 @@ from plait.plan.gradients import summed
 from plait.plan.placement import Placement
 from plait.plan.plan import Candidate, Choice, Plan, Staged, program_digest
 from plait.plan.planner import Held, Options, Planned
+from plait.plan.recompute import recomputed
 from plait.plan.stages import Cuts, Line
 from plait.program import Program
 from plait.rules.aten import table
@@ -38,6 +39,7 @@ class Wish:
     cluster: Cluster
     micro_batches: int | str = "auto"
     schedule: str = "auto"
+    recompute: str = "auto"
     dp: int = 1
     order: str = ORDERS[0]
     joined: Joined | None = None  # of a program of all replicas' batches
@@ -72,7 +74,7 @@ def make(
     homes: Sequence[frozenset[str]] | None = None,
 ) -> Pieces:
     """The plan; `fixed`, `homes`: layouts of weights, and the weights of every stage, as loaded."""
-    options = replace(options, overlap="off")
+    wanted, options = options.overlap, replace(options, overlap="off")
     description = describe(program, table())
     choice = _choice(program, description, wish, options)
     best = choice.winner
@@ -83,13 +85,13 @@ def make(
     planned = planner.make(first, options, laid=laid)
     work = laid.whole
     line = work.line(1.0, planner.collective(options))
+    order = schedule.make(name, wish.pp, pieces, program.training)
     if best.recompute == "full":
-        line = joint.recomputed(line)
+        line = recomputed(line, float(schedule.owed(order)) or None)
     cuts = _cut(line, wish, options, best, program.training, homes)
     layouts = {s.weight.node: s.cut for s in _shares(planned)}
     rest = [planner.make(p, options, layouts) for p in others]
-    order = schedule.make(name, wish.pp, pieces, program.training)
-    both = 1.0 + schedule.BACKWARD if program.training else 1.0
+    again = best.recompute != "off"
     staged = Staged(
         program=program_digest(program),
         rows=tuple(map(batch.rows, range(batch.pieces))) if batch is not None else (),
@@ -100,9 +102,11 @@ def make(
         seconds=cuts.seconds,
         best=cuts.best,
         crossing=cuts.crossing,
-        bubble=schedule.bubble(order, [t / both for t in cuts.seconds]),
+        bubble=schedule.bubble(order, schedule.forward(order, cuts.seconds, again), again),
         strategies=tuple(dict(p.plan.strategies) for p in rest),
         memory=cuts.memory,
+        recompute=best.recompute,
+        segments=tuple(line.items[p].name for p in line.again.starts) if line.again else (),
     )
     ends = best.parts["gradients"] + best.parts["outputs"]
     plan = replace(
@@ -111,10 +115,10 @@ def make(
         dp=wish.dp,
         staged=staged,
         gradients=summed(_placed(wish, options, best), options, work),
-        seconds=joint.played(order, cuts.seconds) + ends,
+        seconds=joint.played(order, cuts.seconds, best.recompute) + ends,
         seconds_alone=planned.plan.seconds_alone * pieces,
         cluster=str(wish.cluster),
-        notes=(*planned.plan.notes, *choice.notes),
+        notes=(*planned.plan.notes, *choice.notes, *_unwoven(wanted)),
         times=(),
         choice=choice,
     )
@@ -134,7 +138,7 @@ def settle(program: Program, ask: joint.Ask, found: joint.Found) -> Plan:
         plan = replace(plan, seconds=plan.seconds + best.parts["gradients"])
     else:
         wish = Wish(
-            best.pp, ask.cluster, best.micro_batches, best.schedule, best.dp, best.order
+            best.pp, ask.cluster, best.micro_batches, best.schedule, best.recompute, best.dp, best.order
         )
         plan = make(program, options, wish).plan
     return replace(plan, dp=mesh.dp, cluster=str(ask.cluster))
@@ -187,9 +191,15 @@ def _choice(program: Program, d: Description, wish: Wish, options: Options) -> C
     mesh = Mesh(options.tp, wish.pp, wish.dp)
     ask = joint.Ask(
         (mesh,), _machine(wish.cluster, mesh), options, wish.micro_batches, known,
-        orders=(wish.order,), joined=wish.joined,
+        orders=(wish.order,), recompute=joint.recompute(wish.recompute), joined=wish.joined,
     )  # fmt: skip
     return joint.search(program, ask, d).choice
+
+
+def _unwoven(overlap: str | int) -> tuple[str, ...]:
+    """A cut may fall into a region, so stages run without chunks."""
+    chunks = isinstance(overlap, int) and overlap > 1
+    return (f"overlap: off instead of {overlap}: stages run without",) if chunks else ()
 
 
 def _cut(

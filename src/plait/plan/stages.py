@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,17 +47,27 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A program as the cut sees it. `weights`: bytes of each; `workspace`: bytes of every stage.
+class Again:
+    """Operators run again in the backward, in segments (plan/recompute.py).
 
-    `entering`: bytes that a stage keeps of an open micro-batch where it runs its forward again for the
-    backward; what its operators keep is then there for one micro-batch at a time. None: not again.
+    An open micro-batch keeps what enters its stage and each segment; what operators keep is there for
+    one segment at a time, of `at_once` micro-batches.
     """
+
+    starts: tuple[int, ...] = ()  # positions at which a segment begins, but the first
+    entering: float = 0.0  # bytes, at most
+    most: float = inf  # bytes that the operators of one segment keep
+    at_once: float = 1.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A program as the cut sees it. `weights`: bytes of each; `workspace`: bytes of every stage."""
 
     items: tuple[Item, ...]
     weights: dict[str, float] = field(default_factory=dict)
     workspace: float = 0.0
-    entering: float | None = None
+    again: Again | None = None
 
     @cached_property
     def live(self) -> Row:
@@ -80,18 +91,29 @@ class Line:
 
     def memory(self, begin: Places, end: Places, opened: float) -> Row:
         """Bytes of the stages [begin, end) with so many micro-batches open, element by element."""
-        kept = self._kept[end] - self._kept[begin]
-        if self.entering is None:
+        kept, again = self.kept[end] - self.kept[begin], self.again
+        if again is None:
             total = self.workspace + opened * kept
         else:
-            total = self.workspace + opened * self.entering + min(opened, 1.0) * kept
+            inside = again.entering + self._entering[end] - self._entering[begin]
+            segment = np.minimum(kept, again.most)
+            total = self.workspace + opened * inside + min(opened, again.at_once) * segment
         for reads, nbytes in self._weights:
             total = total + nbytes * (reads[end] > reads[begin])
         return np.asarray(total + self._alone[end] - self._alone[begin])
 
     @cached_property
-    def _kept(self) -> Row:
+    def kept(self) -> Row:
+        """Bytes that the operators before each position keep."""
         return _sums([item.kept for item in self.items])
+
+    @cached_property
+    def _entering(self) -> Row:
+        """Bytes that enter the segments which begin before each position."""
+        starts = list(self.again.starts) if self.again is not None else []
+        inside = np.zeros(len(self.items))
+        inside[starts] = self.live[starts]
+        return np.concatenate([[0.0], np.cumsum(inside)])
 
     @cached_property
     def _alone(self) -> Row:

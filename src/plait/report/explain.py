@@ -30,8 +30,9 @@ def explain(plan: Plan) -> str:
 def _choice(plan: Plan) -> list[str]:
     if plan.choice is None:
         return []
+    memory = [f"memory: {plan.choice.memory}"] if plan.choice.memory is not None else []
     lines = [plan.chosen, *(f"  {c}" for c in plan.choice.front)] if plan.chosen else []
-    return lines + [f"  does not fit: {why}" for why in plan.choice.refused]
+    return lines + [f"  does not fit: {why}" for why in plan.choice.refused] + memory
 
 
 def _weights(plan: Plan) -> list[str]:

@@ -5,7 +5,7 @@ inputs, and the values that came over a wire.
 
     F    receive, run the stage's program, send
     B    receive the gradients of what was sent, run the graph backwards, send those of what came
-    I    B without the gradients of weights
+    I    B without the gradients of weights; where a stage runs again, it does so first
     W    these
 
 While an action computes, the messages of the next one are already on their way.
@@ -28,6 +28,7 @@ from plait.passes.schedule import Action, Schedule
 from plait.passes.trace import Reach
 from plait.rules.moves import take
 from plait.runtime import channel
+from plait.runtime.again import Kept
 from plait.runtime.channel import Channel, Incoming
 from plait.runtime.replicas import Reduction
 from plait.runtime.stages import Feed, Piece, Stages
@@ -40,8 +41,9 @@ class _Open:
     """What a stage keeps of one micro-batch between its forward and its backward."""
 
     received: dict[Wire, Tensor]
-    made: dict[str, Tensor]
-    results: dict[int, Tensor]  # by flat output
+    feed: Kept
+    made: dict[str, Tensor] = field(default_factory=dict)
+    results: dict[int, Tensor] = field(default_factory=dict)  # by flat output
     queue: Queue = field(default_factory=Queue)
 
 
@@ -174,26 +176,37 @@ class Run:
         piece, specs = self.stages.pieces[k], self.specs[k]
         stage = piece.stages[index]
         received = {w: came[w].requires_grad_(specs[w.value].grad) for w in stage.receives}
-        opened = _Open(received, {}, {})
         feed: list[Any] = [self.weights[n] for n in stage.weights]
         feed += [self._input(piece, n, k) for n in stage.inputs]
         if stage.seeded:
             feed.append((self.seed + k * SALT) % 2**62)
-        feed += received.values()
+        opened = _Open(received, Kept.of([*feed, *received.values()]))
+        flat = self._run(opened, index, k)
+        for wire in stage.sends:
+            self._send(opened.made[wire.value], wire, Action(wire.target, "F", k))
+        for i, value in zip(stage.results, flat[len(flat) - len(stage.results) :], strict=True):
+            self.results[i, k] = value.detach() if isinstance(value, Tensor) else value
+        if self.grad:
+            self._open[index, k] = opened
+            if self.stages.again:
+                opened.made, opened.results, opened.queue = {}, {}, Queue()
+
+    def _run(self, opened: _Open, index: int, k: int) -> Sequence[Any]:
+        """A stage's program; what its backward begins with stays in `opened`."""
+        piece = self.stages.pieces[k]
+        stage = piece.stages[index]
+        feed = opened.feed.values
         if self.stages.apart:
-            feed.append(opened.queue)
+            feed = *feed, opened.queue
         with torch.set_grad_enabled(self.grad):
             flat = piece.modules[index](*feed)
         made = dict(zip(stage.makes, flat, strict=True))
-        for wire in stage.sends:
-            self._send(made[wire.value], wire, Action(wire.target, "F", k))
-        for i, value in zip(stage.results, flat[len(flat) - len(stage.results) :], strict=True):
-            self.results[i, k] = value.detach() if isinstance(value, Tensor) else value
-            if isinstance(value, Tensor):
-                opened.results[i] = value
-        if self.grad:
-            opened.made = {w.value: made[w.value] for w in stage.sends}
-            self._open[index, k] = opened
+        opened.made = {w.value: made[w.value] for w in stage.sends}
+        last = flat[len(flat) - len(stage.results) :]
+        opened.results = {
+            i: x for i, x in zip(stage.results, last, strict=True) if isinstance(x, Tensor)
+        }
+        return flat  # type: ignore[no-any-return]
 
     def _input(self, piece: Piece, name: str, k: int) -> Any:
         source = piece.feeds[name]
@@ -207,7 +220,7 @@ class Run:
         """An input with the rows of all replicas, fetched once."""
         if source.leaf not in self._whole:
             replicas, x = self.stages.replicas, self.leaves[source.leaf]
-            assert replicas is not None
+            assert replicas is not None and source.joined is not None
             if x.requires_grad:
                 raise InputError(
                     f"step over {replicas.count} replicas: the loss divides by what it makes of all rows "
@@ -222,6 +235,11 @@ class Run:
         index, k = action.stage, action.piece
         stage = self.stages.pieces[k].stages[index]
         kept = self._open.pop((index, k))
+        if self.stages.again:
+            weights = [self.held[n] for n in stage.weights]
+            values = [*stage.inputs, *["seed"] * stage.seeded, *(w.value for w in stage.receives)]
+            kept.feed.check([*weights, *values])
+            self._run(kept, index, k)
         self._queues[index, k] = kept.queue
         pairs = [
             (value, self._rows(i, self._grads[i], k))
@@ -232,9 +250,9 @@ class Run:
         live = [(t, g) for t, g in pairs if t.requires_grad]
         if live:
             torch.autograd.backward([t for t, _ in live], [g for _, g in live])
-        values = self.reached(k).values
+        gets = self.reached(k).values
         for wire in stage.receives:
-            if wire.value in values:
+            if wire.value in gets:
                 x = kept.received[wire]
                 grad = x.grad if x.grad is not None else torch.zeros_like(x)
                 self._send(grad, wire, Action(wire.source, action.kind, k))

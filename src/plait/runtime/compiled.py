@@ -218,7 +218,7 @@ class Compiled(nn.Module):
         if self._replicas.count > 1:
             own = shapes(args, kwargs)
             loss = replace(loss, every=self._agreement.all_replicas("step", own))
-        if self._holdings.stages is None:
+        elif self._alone:
             return on_the_output(self, loss, args, kwargs)
         found, leaves = self._executable(args, kwargs, loss)
         if not isinstance(found, Gathered):
@@ -228,6 +228,12 @@ class Compiled(nn.Module):
         value, out = on_the_output(lambda *_, **__: call(), loss, args, kwargs)
         value = self._replicas.total(value) / self._replicas.count
         return value, out if plain.reads else None
+
+    @property
+    def _alone(self) -> bool:
+        """One stage, one micro-batch, one replica: nothing is to be scheduled."""
+        stages = self._holdings.stages
+        return stages is None or (stages.channel.pp == 1 and not self._first.cut)  # type: ignore[attr-defined]
 
     # -- what was chosen ---------------------------------------------------------------------------
 

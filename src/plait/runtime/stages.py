@@ -24,6 +24,7 @@ from plait.plan.planner import Planned
 from plait.plan.staged import Pieces
 from plait.program import Program
 from plait.rules.moves import Cut, take
+from plait.runtime.again import mark, segmented
 from plait.runtime.channel import Channel
 from plait.runtime.executor import place
 from plait.runtime.replicas import Replicas
@@ -71,6 +72,7 @@ class Stages:
     replicas: Replicas | None = None  # where there are several
     joined: bool = False  # the program is of all replicas' batches together
     gradients: str = "native"  # the algorithm of their sum
+    again: bool = False  # a stage runs its forward again, whole, for its backward
     _traces: dict[Any, tuple[dict[str, Spec], ...]] = field(default_factory=dict)
     _reaches: dict[Any, Reach] = field(default_factory=dict)
 
@@ -190,6 +192,7 @@ def stages(
         replicas if replicas.count > 1 else None,
         pieces.joined is not None,
         pieces.plan.gradients.algorithm if pieces.plan.gradients is not None else "native",
+        apart and pieces.staged.recompute != "off",
     )
 
 
@@ -213,6 +216,9 @@ def _piece(
         planned.program, planned.description, planned.strategies, planned.grads, transport.rank
     )
     light = frozenset(staged.light)
+    segments = staged.recompute != "off" and not apart
+    if segments:
+        mark(local, staged.segments)
     cut = split(local, staged.firsts, light)
     algorithms = {p.name: p.algorithm for p in pieces.plan.collectives}
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
@@ -220,12 +226,17 @@ def _piece(
         ways = (algorithms.get(n, "native") for n in (name, f"{name}.backward"))
         root[name] = MoveModule(site, transport, *ways)
     trained = {s.weight.node for s in local.shares if s.weight.requires_grad}
+    names = {s.weight.node: s.weight.name for s in local.shares}
     modules = {}
     for stage in cut:
         if stage.index % line.pp == line.place:
             place(stage.graph, device)
             owing = late.defer(stage.graph, trained) if apart else {}
-            modules[stage.index] = fx.GraphModule(root | owing, stage.graph)
+            modules[stage.index] = (
+                segmented(root, stage.graph, names)
+                if segments
+                else fx.GraphModule(root | owing, stage.graph)
+            )
     placed = {n.name: s for n, s in stage_of(local, staged.firsts, light).items()}
     wires = [wire for stage in cut for wire in stage.sends]
     numbers = {wire: i for i, wire in enumerate(wires)}

@@ -70,17 +70,20 @@ class Staging:
         cluster: Cluster,
         micro_batches: int | str,
         schedule: str,
+        recompute: str,
         outputs: str,
-        training: bool,
+        alone: bool,
     ) -> Staging | None:
-        """None where there is one stage, one micro-batch and no gradient to sum over replicas."""
+        """None where there is one stage and one micro-batch that runs `alone`: it keeps its activations,
+        and no gradient is summed over replicas."""
         if outputs not in ("all", "last"):
             raise InputError(f"outputs={outputs!r}: it takes 'all' or 'last'")
         mesh = seat.seats.mesh
-        summed = mesh.dp > 1 and training
-        if mesh.pp == 1 and micro_batches in ("auto", 1) and not summed:
+        if alone and mesh.pp == 1 and micro_batches in ("auto", 1):
             return None
-        wish = Wish(mesh.pp, cluster, micro_batches, schedule, mesh.dp, seat.seats.order)
+        wish = Wish(
+            mesh.pp, cluster, micro_batches, schedule, recompute, mesh.dp, seat.seats.order
+        )
         return cls(wish, seat, outputs == "last")
 
     def build(
