@@ -132,7 +132,8 @@ class Compiled(nn.Module):
 
     def _seed(self) -> Tensor:
         """Of the random operators of a call: another one on every replica."""
-        return (self._agreement.seed() + self._replicas.number * MOST * SALT) % 2**62
+        apart = self._replicas.number * MOST * SALT % 2**62
+        return (self._agreement.seed() + apart) % 2**62
 
     def _tell_gradients(self) -> None:
         """Torch's own clipping, scaler and optimizers learn which weights are not whole here."""
