@@ -323,7 +323,9 @@ def _load(
     places = job.staging.places(first, job.device) if job.staging is not None else None
     if places is not None:
         parts = {n: part for n, part in parts.items() if places.holds(n)}
-    tensors: dict[str, Tensor] = loading.load(parts, device=job.device, dtype=dtype)
+    tensors: dict[str, Tensor] = loading.load(
+        parts, device=job.device, dtype=dtype, runs=first.local.runs
+    )
     for weight in (*program.weights, *program.unused):
         if weight.kind == "parameter" and weight.name in tensors:
             value = tensors[weight.name]

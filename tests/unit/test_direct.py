@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.capture import capture
 from plait.cluster import Cluster
 from plait.passes import norms, ops
-from plait.passes.rings import find
+from plait.passes.rings import find, only_norm
 from plait.plan import planner
 from plait.plan.direct import HOP, shares
 from plait.plan.plan import Plan
@@ -69,14 +69,15 @@ NORMS = {"layer": nn.LayerNorm, "rms_rounded": lambda w: Root(w, True), "rms": l
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_and_the_addition_before_it_are_one_node(kind: str) -> None:
-    made = program(Layer(16, 48, NORMS[kind]), 1, 6, 16)
+    layers = nn.Sequential(*(Layer(16, 48, NORMS[kind]) for _ in range(2)))
+    made = program(layers, 1, 6, 16)
     planned = planner.make(made, planner.Options(1, Cluster.of("loopback").subset([0])))
     local = planned.local(0)
     feed = {n.name: torch.randn(n.meta["val"].shape) for n in made.graph.nodes if n.op == "placeholder"}
     before = run_graph(local.graph, feed, local.constants)
     find(made, local)
     fused = [n for n in local.graph.nodes if n.target is ops.add_norm]
-    assert [n.args[1] is not None for n in fused] == [False, True]
+    assert [n.args[1] is not None for n in fused] == [False, True, True, True]
     assert {"rms_rounded": "rms"}.get(kind, kind) in str({n.args[-1] for n in fused})
     after = run_graph(local.graph, feed, local.constants)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -107,6 +108,16 @@ def test_many_rows_are_cut_among_the_ranks_and_move_beside_matmuls() -> None:
     assert [len(e.matmuls) for e in stream if e.kind == "scatter"] == [1, 1]
     assert {e.site.name for e in stream} <= set(shares(planned.plan.overlaps))
     assert planned.plan.seconds < wide(8192, "off").plan.seconds
+
+
+def test_every_sum_on_the_way_is_taken_by_the_norm_that_reads_it() -> None:
+    planned = wide(8192)
+    local = planned.local(0)
+    found = find(planned.program, local).rings
+    (stream,) = (events for shape, events in found.items() if shape.width == 8192)
+    assert all(only_norm(e.node) is not None for e in stream if e.kind == "scatter")
+    fused = [n for n in local.graph.nodes if n.target is ops.add_norm]
+    assert fused and all(n.args[1] is not None for n in fused[1:])  # the first may norm the input
 
 
 def test_few_rows_are_summed_in_one_hop() -> None:

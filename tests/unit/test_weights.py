@@ -443,7 +443,8 @@ part = {"rows": (((0, 512),), ((0, cols),)), "columns": (((0, rows),), columns)}
 loading = locate(weights, source=open_source(sys.argv[1]))
 loading.load({"w0": (((0, 1),), ((0, 1),))}, dtype=torch.bfloat16)  # what any load imports
 before = peak()
-got = loading.load(dict.fromkeys(names, part), dtype=torch.bfloat16)
+runs = [names[:3], names[4:6]]
+got = loading.load(dict.fromkeys(names, part), dtype=torch.bfloat16, runs=runs)
 held = sum(t.nbytes for t in got.values())
 print(peak() - before - held, rows * cols * 4)
 """

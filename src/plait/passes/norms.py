@@ -10,7 +10,7 @@ move in the middle and is left as it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,11 @@ class Norm:
     last: fx.Node
 
 
-def fuse(graph: fx.Graph, specs: Specs) -> None:
-    """Every norm of `graph`, with the addition that it reads, as one `ops.add_norm`."""
+def fuse(graph: fx.Graph, specs: MutableMapping[str, Spec]) -> None:
+    """Every norm of `graph`, with the addition that it reads, as one `ops.add_norm`.
+
+    `specs` learns those of the new nodes: the sum that one norm keeps is the residual of the next.
+    """
     for node in list(graph.nodes):
         norm = match(node)
         if norm is not None and _plain(norm, specs):
@@ -128,18 +131,22 @@ def _plain(norm: Norm, specs: Specs) -> bool:
     return x == out and weight.shape == x.shape[-1:] and x.dtype.is_floating_point
 
 
-def _replace(graph: fx.Graph, norm: Norm, specs: Specs) -> None:
+def _replace(graph: fx.Graph, norm: Norm, specs: MutableMapping[str, Spec]) -> None:
+    """What a move brings is summed by whoever norms it, so the sum is an output of the norm too."""
     added = _addition(norm.x, specs)
-    with graph.inserting_before(norm.last) if added is None else graph.inserting_after(norm.x):
+    early = added is not None or norm.x.op == "call_module"
+    with graph.inserting_after(norm.x) if early else graph.inserting_before(norm.last):
         x, residual = added or (norm.x, None)
         facts = (x, residual, norm.weight, norm.bias, norm.eps, norm.kind)
         both = graph.call_function(ops.add_norm, facts)
     with graph.inserting_after(both):
         rows = graph.call_function(operator.getitem, (both, 1))
-        total = graph.call_function(operator.getitem, (both, 0)) if added else None
+        total = graph.call_function(operator.getitem, (both, 0)) if early else None
+    specs[rows.name] = specs[norm.last.name]
     norm.last.replace_all_uses_with(rows)
     if total is not None:
-        norm.x.replace_all_uses_with(total)
+        specs[total.name] = specs[norm.x.name]
+        norm.x.replace_all_uses_with(total, delete_user_cb=lambda user: user is not both)
 
 
 def _addition(node: fx.Node, specs: Specs) -> tuple[fx.Node, fx.Node] | None:

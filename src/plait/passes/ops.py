@@ -54,6 +54,44 @@ def picked_rows(x: Tensor, target: Tensor, ignored: int, size: int, rows: Ranges
     return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0)
 
 
+def packed_linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """`* i, o i, o -> * o` by each of the weights: one matmul where they lie one behind the other."""
+    weight, bias = joined(weights), joined(biases)
+    if weight is None or (biases and bias is None):  # somebody has moved one of them
+        shifts: Sequence[Tensor | None] = biases or [None] * len(weights)
+        pairs = zip(weights, shifts, strict=True)
+        return tuple(torch.nn.functional.linear(x, w, b) for w, b in pairs)
+    every = torch.nn.functional.linear(x, weight, bias)
+    return every.split([w.shape[0] for w in weights], -1)  # type: ignore[no-any-return]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """All rows of `parts` as one tensor over the same memory; None where it is not in one run."""
+    if not parts or parts[0].is_meta:
+        return None
+    at, memory = parts[0].storage_offset(), parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        here = part.storage_offset() == at and part.untyped_storage().data_ptr() == memory
+        if not here or not part.is_contiguous():
+            return None
+        at += part.numel()
+    return _Joined.apply(*parts)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.rows = [part.shape[0] for part in parts]
+        first = parts[0].detach()
+        return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.split(ctx.rows)  # type: ignore[no-any-return]
+
+
 def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """`(e n_e) i, e i o, e -> (e n_e) o`: row n meets the weight of the group that it stands in.
 

@@ -66,6 +66,7 @@ class Local:
     constants: dict[str, Tensor]
     seeded: bool = False
     ends: dict[str, int] = field(default_factory=dict)  # local nodes made by the end of each node
+    runs: tuple[tuple[str, ...], ...] = ()  # weights that lie one behind the other (passes/pack.py)
 
     def starts(self, firsts: Sequence[str]) -> list[int]:
         """Where the local nodes begin that nodes of the program are made into."""

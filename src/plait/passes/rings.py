@@ -16,6 +16,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,6 +32,7 @@ from plait.rules.moves import Cut, count
 aten = torch.ops.aten
 WIDEST = 16384  # elements of a row that one program of the kernels takes
 FEW = 128  # rows that the one-hop kernel takes
+MATMULS = (aten.linear.default, ops.packed_linear)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ class Found:
     rings: Mapping[Shape, tuple[Event, ...]]
     few: tuple[Few, ...]
     specs: Mapping[str, Spec] = field(repr=False)
+
+
+def columns(matmul: fx.Node) -> list[fx.Node]:
+    """The weights [o, i] by which it multiplies: one, or those that are packed."""
+    weights: Any = matmul.args[1]
+    return [weights] if isinstance(weights, fx.Node) else list(weights)
 
 
 def find(program: Program, local: Local) -> Found:
@@ -145,7 +153,7 @@ def only_norm(node: fx.Node) -> fx.Node | None:
 def _event(site: Site, node: fx.Node) -> Event:
     if site.conversion.forward.action == "gather":
         readers = tuple(node.users)
-        mine = all(r.target is aten.linear.default and _early(r, node) for r in readers)
+        mine = all(r.target in MATMULS and _early(r, node) for r in readers)
         return Event("gather", site, node, readers if mine else ())
     (maker,) = node.all_input_nodes
     mine = maker.target is aten.linear.default and list(maker.users) == [node]
@@ -154,8 +162,8 @@ def _event(site: Site, node: fx.Node) -> Event:
 
 def _early(matmul: fx.Node, x: fx.Node) -> bool:
     """Whether it multiplies `x` by what stands at the head of the program."""
-    known = [a for a in matmul.args[1:] if isinstance(a, fx.Node)]
-    return matmul.args[0] is x and all(a.op == "placeholder" for a in known)
+    known = [n for n in matmul.all_input_nodes if n is not x]
+    return matmul.args[0] is x and all(n.op == "placeholder" for n in known)
 
 
 def _shape(site: Site) -> Shape | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from plait.cluster import Cluster
 from plait.cluster.device import Device
-from plait.passes.rings import Event, Few, Found, Shape
+from plait.passes.rings import Event, Few, Found, Shape, columns
 from plait.plan.plan import Overlapped
 
 RING, HOP = "ring", "one hop"
@@ -86,7 +86,8 @@ def direct(form: str) -> bool:
 
 
 def _ring(event: Event, shape: Shape, found: Found, blocking: float, peers: Peers) -> Overlapped:
-    sizes = [found.specs[str(m.args[1])].shape for m in event.matmuls]
+    shapes = [[found.specs[str(w)].shape for w in columns(m)] for m in event.matmuls]
+    sizes = [(sum(o for o, _ in packed), packed[0][1]) for packed in shapes]
     dtype = str(shape.dtype)
 
     def compute(rows: int) -> float:

@@ -222,6 +222,7 @@ class Plan:
     staged: Staged | None = None  # of a pipeline
     times: tuple[tuple[str, float, float], ...] = ()  # operators: seconds forward and backward
     gradients: Placed | None = None  # their sum over replicas
+    packed: tuple[tuple[str, ...], ...] = ()  # weights whose matmuls are one (passes/pack.py)
     choice: Choice | None = None  # where more than one mesh, schedule or cut in time was weighed
 
     @property
@@ -266,6 +267,7 @@ class Plan:
                 data["choice"] = Choice.of(data["choice"])
             data["bytes_per_rank"] = tuple(data["bytes_per_rank"])
             data["notes"] = tuple(data["notes"])
+            data["packed"] = tuple(map(tuple, data.get("packed", ())))
             data["times"] = tuple((str(n), f, b) for n, f, b in data.get("times", ()))
             return cls(**data)
         except (TypeError, KeyError) as error:

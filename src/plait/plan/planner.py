@@ -21,10 +21,11 @@ from plait.passes.overlap.chunks import Form
 from plait.passes.overlap.flow import Flow
 from plait.passes.overlap.regions import Region
 from plait.passes.overlap.weave import weave
+from plait.passes.pack import merge
 from plait.passes.partition import Local, Site, partition
 from plait.passes.rings import find
 from plait.passes.rings import fixed as fixed_sizes
-from plait.plan import direct, overlaps
+from plait.plan import direct, overlaps, packing
 from plait.plan import work as works
 from plait.plan.direct import Peers
 from plait.plan.plan import Choice, Overlapped, Placed, Plan, program_digest
@@ -108,7 +109,9 @@ class Planned:
         return Flow(self.program, self.description, self.strategies, self.grads)
 
     def local(self, rank: int) -> Local:
-        return weave(self.flow, self.chosen, rank)
+        made = weave(self.flow, self.chosen, rank)
+        merge(made, self.plan.packed)
+        return made
 
 
 def lay(
@@ -260,11 +263,14 @@ def _planned(laid: Laid, options: Options) -> Planned:
     work = laid.whole
     rates = laid.prices.rates
     machine = overlaps.machine(options.cluster, options.tp, laid.prices.collective)
+    packed = tuple(packing.decide(flow, _clock(program, options)))
+    packs = tuple(dict.fromkeys(p.weights for p in packed))
+    merge(first, packs)
     listed = _direct(program, first, placed, options)
     chosen: dict[Region, Form] = {}
     if not listed:
         chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
-    saved = sum(o.whole - o.seconds for o in listed)
+    saved = sum(o.whole - o.seconds for o in listed) + sum(p.gain for p in packed)
     choices = laid.problem.choices.values()
     alone = sum(laid.prices.node(c, 0) for c in choices if not c.weight)
     alone += sum(step.launches for step in work.steps) * rates.launch
@@ -293,9 +299,16 @@ def _planned(laid: Laid, options: Options) -> Planned:
         overlap=str(options.overlap),
         overlaps=listed,
         times=work.times(),
+        packed=packs,
         choice=options.choice if options.choice and options.choice.program == digest else None,
     )
     return Planned(plan, program, laid.description, strategies, laid.grads, chosen)
+
+
+def _clock(program: Program, options: Options) -> packing.Clock:
+    """Matmuls come in as many pieces as there are ranks where moves go through the peers' memory."""
+    pieces = options.tp if _peers(program, options) is not None else 1
+    return packing.Clock(options.cluster.device, pieces, graphed(program, options))
 
 
 def _direct(

@@ -120,6 +120,7 @@ def make(
         cluster=str(wish.cluster),
         notes=(*planned.plan.notes, *choice.notes, *_unwoven(wanted)),
         times=(),
+        packed=(),  # a cut may come between them
         choice=choice,
     )
     return replay(program, plan, options, wish)

@@ -40,7 +40,7 @@ def _weights(plan: Plan) -> list[str]:
     lines = [f"weights: {held} bytes by rank of {plan.bytes_whole:,}"]
     for layout, names in _grouped(plan.weights):
         lines.append(f"  {layout}: {', '.join(names)}")
-    return lines
+    return lines + [f"  one matmul: {' + '.join(pack)}" for pack in plan.packed]
 
 
 def _grouped(layouts: Mapping[str, str]) -> list[tuple[str, list[str]]]:

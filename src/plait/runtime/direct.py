@@ -197,7 +197,8 @@ class _Lowering:
         else:
             tokens.add(rows)
         push = self.shares[gather.site.name] if gather is not None else None
-        run = partial(_finish, shape=shape, kind=kind, eps=eps, read=read, push=push)
+        keep = _item(norm, 0) is not None
+        run = partial(_finish, shape=shape, kind=kind, eps=eps, read=read, push=push, keep=keep)
         with self.graph.inserting_before(norm):
             both = self._call(name, run, (source, residual, weight, bias))
         self._swap(norm, both)
@@ -289,12 +290,13 @@ def _finish(
     eps: float,
     read: float = 0.0,
     push: float | None = None,
+    keep: bool = False,
 ) -> tuple[Tensor | None, Pulled | Tensor]:
-    """(sum with the residual, its norm); the norm is a token where it is handed on by `push`."""
+    """(sum with the residual, where it is to `keep`; its norm, a token if it is handed on by `push`)."""
     own = ring.rows.own
     term = flat(source).contiguous() if isinstance(source, Tensor) else None
     rows = torch.empty_like(own) if push is None else None
-    total = None if residual is None else torch.empty_like(own)
+    total = torch.empty_like(own) if keep or residual is not None else None
     pulled = finish(
         ring,
         None if residual is None else flat(residual).contiguous(),
@@ -323,11 +325,34 @@ def _published(ring: Ring, rows: Tensor) -> Pulled:
 
 def _gather_matmul(
     ring: Ring, token: Pulled, *weights: Sequence[Any], shape: tuple[int, ...], share: float
-) -> tuple[Tensor, ...]:
-    local = ring.rows.buffer.local
-    linears = [Linear(w, local.new_empty(local.shape[0], w.shape[0]), *bias) for w, *bias in weights]
+) -> tuple[Any, ...]:
+    """Of each of `weights` its product; of packed ones a tuple of products."""
+    rows = ring.rows.buffer.local.shape[0]
+    linears, outs = list[Linear](), list[Any]()
+    for facts in weights:
+        apart, sizes = _linears(*facts)
+        mine = [Linear(w, w.new_empty(rows, w.shape[0]), b) for w, b in apart]
+        linears += mine
+        products = [linear.out.view(*shape[:-1], -1) for linear in mine]
+        if sizes:
+            outs.append(products if len(products) > 1 else products[0].split(sizes, -1))
+        else:
+            outs += products
     gather_matmul(ring, linears, _lane(ring), token, share)
-    return tuple(linear.out.view(*shape[:-1], -1) for linear in linears)
+    return tuple(outs)
+
+
+def _linears(
+    weight: Any, bias: Any = None
+) -> tuple[list[tuple[Tensor, Tensor | None]], list[int]]:
+    """(weight, bias) of the matmuls to do, and the columns of each product of a packed one."""
+    if isinstance(weight, Tensor):
+        return [(weight, bias)], []
+    sizes = [w.shape[0] for w in weight]
+    every, shift = ops.joined(weight), ops.joined(bias or ())
+    if every is None or (bias and shift is None):
+        return list(zip(weight, bias or [None] * len(weight), strict=True)), sizes
+    return [(every, shift)], sizes
 
 
 def _gathered(ring: Ring, token: Pulled, *, shape: tuple[int, ...]) -> Tensor:
@@ -361,12 +386,12 @@ def _few(
         x, *_ = few.node.args
         if norm is not None:
             facts: tuple[Any, ...] = norm.args
-            old, index = norm, None
+            old, index, keep = norm, None, _item(norm, 0) is not None
         else:
             facts = (None, None, None, None, 0.0, "none")
-            old, index = few.node, 1
+            old, index, keep = few.node, 1, False
         _, *rest, eps, kind = facts
-        made[target] = Call(partial(_one_shot, shot, eps=eps, kind=kind))
+        made[target] = Call(partial(_one_shot, shot, eps=eps, kind=kind, keep=keep))
         with graph.inserting_before(old):
             new = graph.call_module(target, (x, *rest))
             if index is not None:
@@ -387,10 +412,11 @@ def _one_shot(
     *,
     eps: float,
     kind: Any,
+    keep: bool,
 ) -> tuple[Tensor | None, Tensor]:
     x = x.contiguous()
     rows = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(x)
+    total = torch.empty_like(x) if keep else None
     shot.all_reduce_norm(
         flat(x),
         None if residual is None else flat(residual).contiguous(),

@@ -104,18 +104,27 @@ class Loading:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
+        runs: Sequence[Sequence[str]] = (),
     ) -> dict[str, torch.Tensor]:
         """This rank's part of each weight in `parts`, by the weight's (first) name.
 
-        `dtype` is for floating-point parameters; otherwise each weight keeps the model's.
+        `dtype` is for floating-point parameters; otherwise each weight keeps the model's. `runs`:
+        weights whose rows lie one behind the other in memory.
         """
-        return {
-            f.weight.name: self._read(f, parts[f.weight.name]).to(
-                device=device, dtype=_dtype(f.weight, dtype)
-            )
-            for f in self.found
-            if f.weight.name in parts
+        mine = [f for f in self.found if f.weight.name in parts]
+        specs = {
+            f.weight.name: Spec(part_shape(parts[f.weight.name]), _dtype(f.weight, dtype))
+            for f in mine
         }
+        out: dict[str, torch.Tensor] = rooms(specs, runs, device)
+        for f in mine:
+            name = f.weight.name
+            value = self._read(f, parts[name])
+            if name in out:
+                out[name].copy_(value)
+            else:
+                out[name] = value.to(device=device, dtype=specs[name].dtype)
+        return {f.weight.name: out[f.weight.name] for f in mine}
 
     def _read(self, found: Found, part: Part) -> torch.Tensor:
         first, *others = found.keys
@@ -126,6 +135,19 @@ class Loading:
                     f"{found.source}: {first} and {key} differ, but the model ties them"
                 )
         return value
+
+
+def rooms(
+    specs: Mapping[str, Spec], runs: Sequence[Sequence[str]], device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Memory for the tensors of `runs`, those of a run one behind the other along dim 0."""
+    out: dict[str, torch.Tensor] = {}
+    for run in runs:
+        rows = [specs[name].shape[0] for name in run]
+        shape, dtype = (sum(rows), *specs[run[0]].shape[1:]), specs[run[0]].dtype
+        whole = torch.empty(shape, dtype=dtype, device=device)
+        out |= dict(zip(run, whole.split(rows), strict=True))
+    return out
 
 
 def _dtype(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:

@@ -64,10 +64,11 @@ def residual_norm_row(
     dtype: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """From the fp32 sum of one row to its norm; stores the residual, which like `weight` may be None."""
+    """From the fp32 sum of one row to its norm; `residual`, where it is kept and `weight` may be None."""
     row = total.to(dtype)
     if residual is not None:
         row = (row.to(tl.float32) + residual).to(dtype)
+    if residual_out is not None:
         tl.store(residual_out + start + cols, row, mask=keep)
     if KIND != "none":
         row = normalise(row.to(tl.float32), weight, bias, keep, width, eps, dtype, KIND).to(dtype)
@@ -174,10 +175,10 @@ def sum_norm(
     push: Reach | None = None,
     shake: Handshake | None = None,
 ) -> None:
-    """Sum `sources` [rows, d] in order, add `residual`, norm into `rows_out`.
+    """Sum `sources` [rows, d] in order, add `residual`, keep it in `residual_out`, norm into `rows_out`.
 
-    `residual_out` may be `residual`. `far`: rows whose terms are read from there instead; `push`:
-    rows that are stored there too.
+    `residual_out` may be `residual`, or None: the sum is not kept. `far`: rows whose terms are read
+    from there instead; `push`: rows that are stored there too.
     """
     rows, width = rows_out.shape
     if not rows:
