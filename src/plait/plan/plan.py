@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from plait.errors import PlanError
 from plait.program import Program
 
 VERSION = 1
+LARGE = 2**20  # bytes of a constant
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,18 @@ class Overlapped:
             f"{self.region}: {self.form}, {self.nodes} operators, {self.seconds * 1e6:.1f} us of "
             f"{self.whole * 1e6:.1f} us, exposed {self.exposed * 1e6:.1f} us{why}"
         )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A weight that is whole on every rank, and why."""
+
+    name: str
+    nbytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.nbytes:,} bytes"
 
 
 @dataclass(frozen=True)
@@ -212,6 +229,7 @@ class Plan:
     weights: Mapping[str, str]
     collectives: tuple[Placed, ...]
     whole: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[Kept, ...] = ()  # weights that every rank has all of
     bytes_per_rank: tuple[int, ...] = ()  # parameters and buffers
     bytes_whole: int = 0
     seconds: float = 0.0  # one call, predicted
@@ -259,6 +277,7 @@ class Plan:
             data["overlaps"] = tuple(
                 Overlapped(**o | {"sites": tuple(o["sites"])}) for o in data.get("overlaps", ())
             )
+            data["kept"] = tuple(Kept(**k) for k in data.get("kept", ()))
             if data.get("gradients") is not None:
                 data["gradients"] = Placed(**data["gradients"])
             if data.get("staged") is not None:
@@ -286,9 +305,16 @@ def program_digest(program: Program) -> str:
             f"{weight.names} {weight.shape} {weight.dtype} {weight.requires_grad}".encode()
         )
     for name, tensor in program.constants.items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_contents(tensor)}".encode())
     digest.update(str(program.training).encode())
     return digest.hexdigest()[:16]
+
+
+def _contents(tensor: Tensor) -> str:
+    """A checksum of what is large: masks of long sequences have 64 MiB."""
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    large = values.nbytes > LARGE
+    return str(zlib.crc32(values)) if large else hashlib.sha256(values).hexdigest()
 
 
 def _facts(value: Any) -> str:

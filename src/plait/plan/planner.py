@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
@@ -22,12 +21,13 @@ from plait.passes.overlap.flow import Flow
 from plait.passes.overlap.regions import Region
 from plait.passes.overlap.weave import weave
 from plait.passes.pack import merge
-from plait.passes.partition import Local, Site, partition
+from plait.passes.partition import Local, Share, Site, partition
 from plait.passes.rings import find
 from plait.passes.rings import fixed as fixed_sizes
 from plait.plan import direct, overlaps, packing
 from plait.plan import work as works
 from plait.plan.direct import Peers
+from plait.plan.kept import kept
 from plait.plan.plan import Choice, Overlapped, Placed, Plan, program_digest
 from plait.plan.prices import Collective, CostPrices, Rates
 from plait.plan.problem import Problem, build
@@ -35,6 +35,7 @@ from plait.plan.sharding import solve
 from plait.program import Program
 from plait.rules.aten import table
 from plait.rules.describe import Description, describe
+from plait.rules.equation import flatten
 from plait.rules.layout import Strategy
 from plait.rules.moves import Cut
 
@@ -287,10 +288,11 @@ def _planned(laid: Laid, options: Options) -> Planned:
         strategies={n.name: s.label for n, s in strategies.items() if s.label != "whole"},
         splits=splits,
         weights={
-            share.weight.name: _spell_share(share.layout, share.dims) for share in first.shares
+            share.weight.name: _spell_share(share) for share in first.shares
         },
         collectives=placed,
         whole={n.name: a.reason for n, a in laid.description.accesses.items() if a.reason},
+        kept=kept(first, program.unused, program.graph, laid.description, options.tp),
         bytes_per_rank=tuple(_stored(first, r) for r in range(options.tp)),
         bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
         seconds=sum(laid.seconds()) + sum(p.seconds for p in placed) - saved,
@@ -335,10 +337,33 @@ def _place(site: Site, options: Options) -> list[Placed]:
     return out
 
 
-def _spell_share(layout: Any, dims: Any) -> str:
-    if layout.split is None:
+def _spell_share(share: Share) -> str:
+    """`shard(f7) on dim 0`; of heads that several ranks hold, who holds which."""
+    split = share.layout.split
+    if split is None:
         return "whole"
-    return f"shard({layout.split.name}) on dim {layout.split.dim(dims)}"
+    at = split.dim(share.dims)
+    assert at is not None and share.cut is not None
+    text, g = f"shard({split.name}) on dim {at}", split.factors[0]
+    alone = not any(split.touches(f) for f in flatten(share.dims[at]) if f.root() is not g.root())
+    if share.cut.disjoint or not alone:
+        return text
+    rows = share.dims[at].size // g.size
+    held = [(r[0][0] // rows, r[-1][1] // rows) for r in share.cut.rows]
+    return f"{text}, heads {' | '.join(f'{lo}:{hi}' for lo, hi in held)} of {g.size}, {_twice(held)}"
+
+
+def _twice(held: Sequence[tuple[int, int]]) -> str:
+    """`head 1 on ranks 0 and 1`."""
+    found: dict[int, list[int]] = {}
+    for rank, (lo, hi) in enumerate(held):
+        for head in range(lo, hi):
+            found.setdefault(head, []).append(rank)
+    return ", ".join(
+        f"head {head} on ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+        for head, ranks in sorted(found.items())
+        if len(ranks) > 1
+    )
 
 
 def _stored(local: Local, rank: int) -> int:

@@ -38,8 +38,13 @@ def _choice(plan: Plan) -> list[str]:
 def _weights(plan: Plan) -> list[str]:
     held = ", ".join(f"{b:,}" for b in plan.bytes_per_rank)
     lines = [f"weights: {held} bytes by rank of {plan.bytes_whole:,}"]
-    for layout, names in _grouped(plan.weights):
-        lines.append(f"  {layout}: {', '.join(names)}")
+    known = {k.name for k in plan.kept}
+    cut = {name: layout for name, layout in plan.weights.items() if name not in known}
+    lines += [f"  {layout}: {', '.join(names)}" for layout, names in _grouped(cut)]
+    for reason, names in _grouped({str(k): k.reason for k in plan.kept}):
+        lines.append(f"  whole, {reason}: {', '.join(names)}")
+    if plan.kept:
+        lines.append(f"  whole on every rank: {sum(k.nbytes for k in plan.kept):,} bytes in all")
     return lines + [f"  one matmul: {' + '.join(pack)}" for pack in plan.packed]
 
 

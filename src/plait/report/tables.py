@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from plait.collectives import Collective, build, least, ledger
-from plait.plan.plan import Choice, Placed, Plan
+from plait.plan.plan import Choice, Kept, Placed, Plan
 
 Row = TypeVar("Row", bound=Hashable)
 
@@ -65,10 +65,12 @@ def plain(title: str, *columns: str, right: Sequence[str] = ()) -> Table:
 def plan_table(plan: Plan, title: str) -> Table:
     """The weights' layouts and the collectives; repeated layers in one row."""
     table = plain(title, "what", "how", "times", "bytes", right=["times"])
-    for (name, layout), count in counted(
-        (pattern(n), _share(how, plan)) for n, how in plan.weights.items()
+    whole = {k.name: k for k in plan.kept}
+    for (name, layout, nbytes), count in counted(
+        (pattern(n), *_held(whole[n])) if n in whole else (pattern(n), _share(how, plan), 0)
+        for n, how in (dict(plan.weights) | {k: "" for k in whole if k not in plan.weights}).items()
     ):
-        table.add_row(name, layout, str(count), "")
+        table.add_row(name, layout, str(count), size(count * nbytes) if nbytes else "")
     weights = by_rank(plan.bytes_per_rank, size)
     who = "by rank" if plan.staged is None else "by rank, all stages together"
     table.add_row("all weights", who, "", f"{weights} of {size(plan.bytes_whole)}")
@@ -87,6 +89,10 @@ def plan_table(plan: Plan, title: str) -> Table:
     for reason, count in reasons:
         table.add_row("whole on every rank", reason, str(count), "")
     return table
+
+
+def _held(kept: Kept) -> tuple[str, int]:
+    return f"whole: {kept.reason}", kept.nbytes
 
 
 def choice_table(choice: Choice) -> Table:
@@ -144,16 +150,23 @@ def show(*parts: Table | str) -> None:
 
 
 def _share(layout: str, plan: Plan) -> str:
-    """`shard(f7) on dim 0` -> `dim 0 in 2 equal parts`, or `dim 0 as 6 + 3` of the split's rows."""
-    found = re.fullmatch(r"shard\((.*)\) on dim (\d+)", layout)
+    """`shard(f7) on dim 0` -> `dim 0 in 2 equal parts`, or `dim 0 as 6 + 3` of what is split.
+
+    Where heads are split apart from those that they share: `dim 0 as 5 + 4 query heads`, `dim 0 as
+    heads 0:2 | 1:3 of 3, head 1 on ranks 0 and 1`.
+    """
+    found = re.fullmatch(r"shard\((.*)\) on dim (\d+)(?:, (heads .*))?", layout)
     if found is None or found[1] not in plan.splits:
         return layout
+    if found[3]:
+        return f"dim {found[2]} as {found[3]}"
+    unit = " query heads" if "*" in found[1] else ""
     bounds = [int(b) for b in plan.splits[found[1]].split(": ")[1].split()]
     parts = [b - a for a, b in pairwise(bounds)]
     how = (
         f"in {len(parts)} equal parts"
         if len(set(parts)) == 1
-        else f"as {' + '.join(map(str, parts))}"
+        else f"as {' + '.join(map(str, parts))}{unit}"
     )
     return f"dim {found[2]} {how}"
 
