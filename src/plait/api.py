@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.asked import check, check_sites
 from plait.capture import capture
 from plait.capture.join import Join, along
 from plait.capture.loss import Loss, with_loss
@@ -23,7 +24,7 @@ from plait.errors import CaptureError, InputError, PlanError
 from plait.mesh import ORDERS, Mesh, Seats
 from plait.passes.microbatch import Joined, Uncut, why_uncut
 from plait.passes.schedule import SCHEDULES
-from plait.plan import joint, overlaps, planner, staged
+from plait.plan import joint, planner, staged
 from plait.plan.plan import Choice, Plan, program_digest
 from plait.plan.planner import Held, Laid, Planned
 from plait.program import Program
@@ -75,12 +76,11 @@ def compile(
     its sums by itself. Raises on every rank: CaptureError, MeshError, PlanError (does not fit the memory),
     WeightError, InputError, NotYetError.
     """
-    overlaps.check(overlap)
+    check(locals())
     if group is None:
         group, _ = world()
     ranks = dist.get_world_size(group) if group is not None else 1
     meshes = Mesh.fitting(tp, _stages(pp, overlap), dp, ranks)
-    joint.check(objective, micro_batches, schedule, recompute, outputs)
     place = _device(model, device, group)
     source = _Source(model, dtype, args, kwargs, dynamic, training, place)
     agreement = Agreement(group, place)
@@ -103,6 +103,7 @@ def compile(
         source, chosen.options(options), seat, agreement, place, plan, staging, chosen.laid
     )
     first = job.build(program)
+    check_sites(algorithm, first.planned.plan)
     agreement.divide(seat.seats.replicas())
     with agreement.step("load"):
         holdings = _load(model, program, first, job, weights, dtype)
@@ -138,11 +139,10 @@ def plan(
     all devices has these numbers) and PlanError (it does not fit: names the smallest number of
     devices of this kind that would do).
     """
-    overlaps.check(overlap)
-    joint.check(objective, micro_batches, schedule, recompute, outputs)
+    check(locals())
     machine = Cluster.of(cluster)
     ask = joint.Ask(
-        Mesh.fitting(tp, _stages(pp, overlap), dp, machine.size),
+        Mesh.fitting(tp, _stages(pp, overlap), dp, machine.size, "the cluster"),
         machine,
         planner.Options(1, machine, algorithm, objective, deterministic, overlap),
         micro_batches,
@@ -152,7 +152,9 @@ def plan(
     )
     with _uncollected():
         program = capture(model, args, kwargs, dynamic=dynamic, training=training)
-        return staged.settle(program, ask, joint.search(program, ask))
+        made = staged.settle(program, ask, joint.search(program, ask))
+    check_sites(algorithm, made)
+    return made
 
 
 @contextlib.contextmanager

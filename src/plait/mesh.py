@@ -35,15 +35,15 @@ class Mesh:
 
     @classmethod
     def fitting(
-        cls, tp: int | str, pp: int | str, dp: int | str, ranks: int
+        cls, tp: int | str, pp: int | str, dp: int | str, ranks: int, whose: str = "the group"
     ) -> tuple[Mesh, ...]:
         """Every mesh of exactly `ranks` ranks with these numbers; `auto` is any number.
 
-        Fewer stages come first. MeshError, with what fits, where there is none.
+        Fewer stages come first. MeshError, with what fits, where there is none; `whose` ranks.
         """
         asked = {"tp": tp, "pp": pp, "dp": dp}
         for name, value in asked.items():
-            if value != "auto" and (not isinstance(value, int) or value < 1):
+            if value != "auto" and (type(value) is not int or value < 1):
                 raise MeshError(f"{name}={value!r}: it takes a number of ranks from 1, or 'auto'")
         found = tuple(
             cls(t, p, d)
@@ -58,7 +58,7 @@ class Mesh:
             if isinstance(tp, int) and isinstance(pp, int) and isinstance(dp, int):
                 is_size = f" is {tp * pp * dp} ranks"
             raise MeshError(
-                f"{words}{is_size}, the group has {ranks}; with {ranks} ranks these fit: "
+                f"{words}{is_size}, {whose} has {ranks}; with {ranks} ranks these fit: "
                 + ", ".join(f"tp={t} pp={ranks // t}" for t in _numbers("auto", ranks))
             )
         return found

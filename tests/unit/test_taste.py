@@ -40,7 +40,7 @@ LEVELS = (
     "timeline",
     "cost passes",
     "capture plan",
-    "report",
+    "asked report",
     "runtime",
     "api fetch",
     "models",

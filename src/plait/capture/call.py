@@ -143,8 +143,8 @@ class _Dynamic:
                 continue
             for number, path, dim, size in self._sizes(named[name], asked, name, wrong):
                 label, bounds = _size(size)
-                if label is None:
-                    wrong.append(f"{path}: dim {dim} is named {size!r}, not by a string")
+                if label is None or not label.isidentifier():
+                    wrong.append(f"{path}: dim {dim} is named {size!r}, which is no identifier")
                     continue
                 dims[number][dim] = label
                 ranges[label] = bounds if bounds != (None, None) else ranges.get(label, bounds)
@@ -164,11 +164,17 @@ class _Dynamic:
     def _sizes(
         self, tree: Any, asked: Any, path: str, wrong: list[str]
     ) -> Iterator[tuple[int, str, int, Any]]:
-        if not asked:
+        if asked is None:
+            return
+        if not isinstance(asked, (Mapping, list, tuple)):
+            wrong.append(f"{path} is given {asked!r}, and takes names by dim: {{0: 'batch'}}")
             return
         if not isinstance(tree, int):
             keys = asked.keys() if isinstance(asked, Mapping) else range(len(asked))
             for key in keys:
+                if key not in (tree if isinstance(tree, Mapping) else range(len(tree))):
+                    wrong.append(f"{path} has no {key!r}")
+                    continue
                 yield from self._sizes(tree[key], asked[key], f"{path}[{key!r}]", wrong)
             return
         tensor = self.leaves[tree][1]
@@ -177,8 +183,8 @@ class _Dynamic:
             return
         items = asked.items() if isinstance(asked, Mapping) else enumerate(asked)
         for dim, size in items:
-            if not -tensor.dim() <= dim < tensor.dim():
-                wrong.append(f"{path} has {tensor.dim()} dims, no dim {dim}")
+            if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
+                wrong.append(f"{path} has {tensor.dim()} dims, no dim {dim!r}")
             elif size is not None:
                 yield tree, path, dim % tensor.dim(), size
 

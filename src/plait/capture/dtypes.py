@@ -51,6 +51,20 @@ def _picks(found: Dtypes) -> bool:
     return found[-1] in (torch.int32, torch.int64)
 
 
+def _adds(found: Dtypes) -> bool:
+    into, index, source = found
+    return into == source and index in (torch.int32, torch.int64)
+
+
+def _copies(found: Dtypes) -> bool:
+    into, index, source = found
+    return into == source and index is torch.int64
+
+
+def _no_bool(found: Dtypes) -> bool:
+    return torch.bool not in found
+
+
 def _labels(found: Dtypes) -> bool:
     return found[1].is_floating_point or found[1] in (torch.int64, torch.uint8)
 
@@ -69,5 +83,8 @@ _TAKES: dict[object, Callable[[Dtypes], bool]] = {
     aten._native_batch_norm_legit_no_training.default: _norm,
     aten._native_batch_norm_legit_functional.default: _norm,
     aten.index_select.default: _picks,
+    aten.index_add.default: _adds,
+    aten.index_copy.default: _copies,
+    aten.rsub.Scalar: _no_bool,
     aten.cross_entropy_loss.default: _labels,
 }

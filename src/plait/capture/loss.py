@@ -34,6 +34,8 @@ class Loss:
     every: Any = None
 
     def __post_init__(self) -> None:
+        if self.fn is not None and not callable(self.fn):
+            raise InputError(f"loss_fn is {self.fn!r}; it takes a function of the output and the targets")
         learned = list(self.fn.parameters()) if isinstance(self.fn, nn.Module) else []
         if learned:
             raise InputError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -110,7 +111,8 @@ class Staged:
     def __str__(self) -> str:
         cuts = f", cut before {', '.join(self.firsts)}" if self.firsts else ""
         again = f", run again in {len(self.segments) + 1} segments" if self.recompute != "off" else ""
-        return f"{self.schedule} with {len(self.rows) or 1} micro-batches{cuts}{again}"
+        count = len(self.rows) or 1
+        return f"{self.schedule} with {count} micro-batch{'es' * (count > 1)}{cuts}{again}"
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Staged:
@@ -268,7 +270,7 @@ class Plan:
         try:
             data: dict[str, Any] = json.loads(text)
             version = data.pop("version")
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise PlanError(f"this is not a plan: {error}") from error
         if version != VERSION:
             raise PlanError(f"the plan is of version {version}; this plait reads {VERSION}")
@@ -286,6 +288,7 @@ class Plan:
                 data["choice"] = Choice.of(data["choice"])
             data["bytes_per_rank"] = tuple(data["bytes_per_rank"])
             data["notes"] = tuple(data["notes"])
+            data |= {axis: operator.index(data[axis]) for axis in ("tp", "pp", "dp")}
             data["packed"] = tuple(map(tuple, data.get("packed", ())))
             data["times"] = tuple((str(n), f, b) for n, f, b in data.get("times", ()))
             return cls(**data)

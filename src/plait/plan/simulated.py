@@ -12,13 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from plait.errors import InputError
 from plait.passes import schedule
 from plait.plan.plan import Placed, Plan
 from plait.timeline import Event, Timeline
 
 
 def simulate(plan: Plan) -> Timeline:
-    """The predicted events of one call, in seconds from its start; needs no devices."""
+    """The predicted events of one call, in seconds from its start; needs no devices.
+
+    InputError: what it is given is no Plan.
+    """
+    if not isinstance(plan, Plan):
+        raise InputError(f"simulate takes a Plan, not a {type(plan).__name__}: plait.plan(...) makes one")
     events = list(_pipeline(plan) if plan.staged is not None else _stage(plan))
     end = max((event.end for event in events), default=0.0)
     after = plan.choice.winner.parts if plan.choice is not None else {}

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from plait.errors import WeightError
+from plait.errors import InputError, WeightError
 
 Ranges = tuple[tuple[int, int], ...]
 Part = tuple[Ranges, ...]  # for each dim the ranges of its rows, in order
@@ -209,6 +209,17 @@ def _fill(fd: int, buffer: memoryview, offset: int) -> None:
 
 
 # --- writing --------------------------------------------------------------------------------
+
+
+def prepare(folder: str | os.PathLike[str], makes: bool) -> None:
+    """Before what is long: InputError where there can be no such folder. `makes`: it is made here."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise InputError(f"save takes the path of a folder, not {folder!r}")
+    try:
+        if makes:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"save to {folder}: {error.strerror}; it takes a folder that can be made") from error
 
 
 def write(

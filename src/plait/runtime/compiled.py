@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.asked import check_device
 from plait.capture.join import shapes
 from plait.capture.loss import NO_LOSS, Loss
 from plait.capture.state import State
@@ -308,7 +310,8 @@ class Compiled(nn.Module):
         """
         weights = [w for w, _ in self._holdings.weights()]
         with self._agreement.step("load_state_dict"), torch.no_grad():
-            source = Tensors(state) if strict else Tensors(_known(state, weights))
+            source = Tensors(state)
+            source = source if strict else Tensors(_known(state, weights))
             loading = locate(_within(weights, state, strict), source=source)
             rank = self._transport.rank
             live = self._live()
@@ -354,6 +357,7 @@ class Compiled(nn.Module):
 
     def gradients(self, device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
         """Whole gradients by the names of the model's `named_parameters()`; a collective."""
+        check_device(device)
         out: dict[str, Tensor | None] = {}
         live = self._live()
         with self._agreement.guard("gradients"), torch.no_grad():
@@ -373,8 +377,13 @@ class Compiled(nn.Module):
         ]
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """One whole safetensors checkpoint, written by rank 0; all ranks must come."""
+        """One whole safetensors checkpoint, written by rank 0; all ranks must come.
+
+        InputError: there can be no such folder.
+        """
         self._agreement.meet("save")
+        with self._agreement.step("save"):
+            checkpoint.prepare(folder, makes=self._is_first)
         state = self.state_dict(rank0_only=True)
         with self._agreement.step("save"):
             if self._is_first:
@@ -385,8 +394,10 @@ class Compiled(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As `torch.nn.utils.clip_grad_norm_`, over the whole model; equal on every rank."""
-        if not float(norm_type) > 0:
-            raise InputError(f"norm_type is {norm_type}; it is a number above 0, or inf")
+        if not isinstance(norm_type, Real) or not norm_type > 0:
+            raise InputError(f"norm_type is {norm_type!r}; it is a number above 0, or inf")
+        if not isinstance(max_norm, (Real, Tensor)) or not max_norm >= 0:
+            raise InputError(f"max_norm is {max_norm!r}; it is a number from 0, or inf")
         grads = []
         live, stages = self._live(), self._holdings.stages
         for weight, cut in self._holdings.weights():

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.capture.loss import TARGET, Loss
+from plait.errors import InputError
 from plait.runtime.pipeline import Pipeline
 
 
@@ -50,5 +51,7 @@ def on_the_output(
     """Forward, loss, backward."""
     out = call(*args, **without_target(kwargs))
     value = loss(out, kwargs[TARGET])
+    if not value.requires_grad:
+        raise InputError(f"{loss} gives a loss without a gradient: it depends on no parameter or input")
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach(), pytree.tree_map_only(Tensor, Tensor.detach, out)

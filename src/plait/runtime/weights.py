@@ -40,6 +40,9 @@ class Tensors:
     """A state dict, or any tensors by name."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], what: str = "the state dict") -> None:
+        if not isinstance(tensors, Mapping) or not all(isinstance(n, str) for n in tensors):
+            kind = type(tensors).__name__
+            raise WeightError(f"{what} is a mapping of names to tensors, and not this {kind}")
         self._tensors, self._what = dict(tensors), what
         others = {n: t for n, t in self._tensors.items() if not isinstance(t, torch.Tensor)}
         if others:
@@ -190,7 +193,7 @@ def locate(
         *_misshaped(found),
     ]
     if problems:
-        raise WeightError("\n".join([f"the weights do not fit the model ({source})", *problems]))
+        raise WeightError("\n".join([f"the weights do not fit the model ({source or 'its own'})", *problems]))
     order = {w.node: i for i, w in enumerate(everything)}
     return Loading(tuple(sorted(found, key=lambda f: order[f.weight.node])))
 
