@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from plait.capture import capture
@@ -83,3 +85,18 @@ def test_no_more_micro_batches_than_messages_are_numbered_by() -> None:
     assert found.winner.micro_batches == MOST
     assert found.notes == (f"micro_batches: {MOST} instead of {MOST + 3}: no more than {MOST} are run",)
     assert 0 < Channel.tag(channel.WHOLE, channel._WHICH - 1, MOST - 1) < 2**31
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(schedule.SCHEDULES)), st.integers(1, 5), st.integers(1, 9), st.booleans(),
+    st.lists(st.floats(0, 1), min_size=10, max_size=10), st.booleans(),
+)  # fmt: skip
+def test_no_stages_are_faster_than_the_bound(
+    name: str, places: int, pieces: int, training: bool, each: list[float], again: bool
+) -> None:
+    made = schedule.make(name, places, pieces, training)
+    each = each[: made.stages]
+    forward = schedule.forward(made, each, again)
+    least = schedule.least(name, places, pieces, sum(each), training)
+    assert schedule.seconds(made, forward, again) >= least * (1 - 1e-9)

@@ -258,6 +258,24 @@ def check(schedule: Schedule) -> Timed:
     return run(schedule, [1.0] * schedule.stages)
 
 
+def least(name: str, places: int, pieces: int, whole: float, training: bool = True) -> float:
+    """Seconds that no cut of `whole` (of one micro-batch, there and back) into stages goes below.
+
+    A place works for all micro-batches, and for the first of them it waits until the places before it
+    have done the share f of theirs which comes before (`LEADS`):
+
+        T >= f (t_0 + ... + t_(s-1)) + M t_s   for all s,   so   T >= f whole / (1 - (1 - f / M)^S)
+
+    In all forwards before all backwards the slowest stage also holds up the way to the last and back.
+    """
+    if not training or name == "gpipe":
+        return whole + (pieces - 1) * whole / places
+    share = LEADS[name]
+    if share == 0:
+        return max(whole, whole * pieces / places)
+    return share * whole / (1 - (1 - share / pieces) ** places)
+
+
 def seconds(schedule: Schedule, forward: Sequence[float], again: bool = False) -> float:
     """From the first action to the end of the last; `forward`: of one micro-batch, by stage."""
     return run(schedule, forward, again).seconds
@@ -292,4 +310,6 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
 }
+# Of a stage's forward and backward, the part that a later stage waits for at both ends.
+LEADS = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 0.0, "zero-bubble": 2 / 3}
 STAGES_A_PLACE = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}

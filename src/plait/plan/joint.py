@@ -33,7 +33,7 @@ from plait.passes.schedule import Schedule
 from plait.plan import planner
 from plait.plan.gradients import bare, room, summed
 from plait.plan.placement import Link, Placement
-from plait.plan.plan import Candidate, Choice, Memory, program_digest
+from plait.plan.plan import Candidate, Choice, Memory, Placed, program_digest
 from plait.plan.planner import Laid, Options
 from plait.plan.prices import Collective
 from plait.plan.recompute import recomputed
@@ -161,15 +161,19 @@ class _Search:
     ask: Ask
     description: Description
     groups: dict[tuple[int, Cluster, float], Group] = field(default_factory=dict)
+    sums: dict[tuple[Mesh, str], Placed | None] = field(default_factory=dict)
     weighed: int = 0
 
     def run(self) -> Found:
         found: list[Candidate] = []
         refused: dict[Mesh, str] = {}
-        for mesh in self.ask.meshes:
-            mine, why = self._of(mesh)
+        leading: list[float] = []  # the best of every mesh so far, the least first
+        ways = {mesh: self._in_order(mesh) for mesh in self.ask.meshes}
+        for mesh in sorted(ways, key=lambda m: ways[m][0][0]):
+            mine, why = self._of(mesh, ways[mesh], leading[FRONT - 1] if len(leading) >= FRONT else inf)
             found += mine
-            if not mine:
+            leading = sorted([*leading, *map(self._score, mine[:1])])
+            if why:
                 refused[mesh] = why
         if not found:
             raise PlanError(self._too_large(refused))
@@ -214,46 +218,53 @@ class _Search:
 
     # -- candidates --------------------------------------------------------------------------------
 
-    def _of(self, mesh: Mesh) -> tuple[list[Candidate], str]:
-        """The candidates of a mesh that may be its best, or why none fits.
+    def _in_order(self, mesh: Mesh) -> list[Way]:
+        """Those with the least bound first; one stage runs in one piece if it can."""
+        return sorted(self._ways(mesh), key=lambda way: (mesh.pp == 1 < way[3], way[0]))
 
-        They are taken in order of a bound on their seconds (all work shared evenly, or one micro-batch
-        through all stages), until the bound passes the best found. One stage runs several micro-batches,
-        or operators again, only for want of memory.
+    def _of(self, mesh: Mesh, ways: Sequence[Way], most: float) -> tuple[list[Candidate], str]:
+        """The candidates of a mesh that may be its best, that one first; or why none fits.
+
+        They are taken until the bound passes the best found, or the `most` that a plan lists. One stage
+        runs several micro-batches, or operators again, only for want of memory.
         """
-        ways = sorted(self._ways(mesh), key=lambda way: (mesh.pp == 1 < way[3], way[0]))
-        self.weighed += len(ways)
         found: list[Candidate] = []
-        why, best = "", float("inf")
+        why = ""
         for bound, placement, group, pieces, name, recompute in ways:
-            if bound > best * (1 + CLOSE):
-                break
+            if bound > most * (1 + CLOSE):
+                return found, ""
+            self.weighed += 1
             candidate = self._weigh(placement, group, pieces, name, recompute)
             if isinstance(candidate, str):
                 why = why or candidate
                 continue
-            found.append(candidate)
-            best = min(best, self._score(candidate))
+            found = sorted([*found, candidate], key=self._score)
+            most = min(most, self._score(candidate))
             if (mesh.pp, pieces, recompute) == (1, 1, "off"):
-                return [candidate], ""
-        return found, why
+                break
+        return found, "" if found else why
 
     def _ways(self, mesh: Mesh) -> Iterator[Way]:
         several = min(mesh.pp, mesh.dp) > 1
         for order in self.ask.orders if several else self.ask.orders[:1]:
             placement = Placement(self.ask.cluster, mesh, order)
             group = self._group(placement)
+            ends = self._outputs(placement.link, mesh, group.work)
             for pieces in self._counts(mesh):
                 for name in self.ask.schedules if self.program.training else ("gpipe",):
                     if mesh.pp == 1 and schedule.STAGES_A_PLACE[name] > 1 < len(self.ask.schedules):
                         continue
                     for recompute in self.ask.recompute if self.program.training else ("off",):
                         line = self._line(group, mesh, pieces, name, recompute)
-                        whole = line.work[-1]
-                        bound = float(max(whole, whole * pieces / mesh.pp))
+                        bound = self._bound(mesh, pieces, name, float(line.work[-1])) + ends
                         if self.ask.options.objective != "latency":
-                            bound = float(whole) * pieces / mesh.pp / mesh.dp
+                            bound /= mesh.dp
                         yield bound, placement, group, pieces, name, recompute
+
+    def _bound(self, mesh: Mesh, pieces: int, name: str, whole: float) -> float:
+        if self.ask.options.objective == "latency" or self.program.training:
+            return schedule.least(name, mesh.pp, pieces, whole, self.program.training)
+        return whole * pieces / mesh.pp  # between the results of calls that follow one another
 
     def _group(self, placement: Placement) -> Group:
         tp, where = placement.mesh.tp, placement.tp
@@ -310,7 +321,7 @@ class _Search:
         compute = sum(item.seconds for item in line.items) * pieces / mesh.pp - sent
         ways = 2 if training else 1
         sends = ways * sum(map(placement.link.seconds, cuts.crossing)) * pieces / mesh.pp
-        gradients = bare(summed(placement, self.ask.options, group.work), cuts)
+        gradients = bare(self._summed(placement, group.work), cuts)
         outputs = self._outputs(placement.link, mesh, group.work)
         seconds = passes + gradients + outputs
         a_place = schedule.STAGES_A_PLACE[name]
@@ -338,6 +349,12 @@ class _Search:
             },
             stages=cuts.seconds if a_place * mesh.pp > 1 else (),
         )
+
+    def _summed(self, placement: Placement, work: Work) -> Placed | None:
+        key = placement.mesh, placement.order
+        if key not in self.sums:
+            self.sums[key] = summed(placement, self.ask.options, work)
+        return self.sums[key]
 
     def _outputs(self, link: Link, mesh: Mesh, work: Work) -> float:
         """The last stage sends its whole results to every other."""

@@ -73,7 +73,18 @@ def make(
     fixed: Held | None = None,
     homes: Sequence[frozenset[str]] | None = None,
 ) -> Pieces:
-    """The plan; `fixed`, `homes`: layouts of weights, and the weights of every stage, as loaded."""
+    """The pieces by the best plan; `fixed`, `homes`: layouts of weights, and the weights of every stage,
+    as loaded."""
+    return replay(program, _plan(program, options, wish, fixed, homes), options, wish)
+
+
+def _plan(
+    program: Program,
+    options: Options,
+    wish: Wish,
+    fixed: Held | None = None,
+    homes: Sequence[frozenset[str]] | None = None,
+) -> Plan:
     wanted, options = options.overlap, replace(options, overlap="off")
     description = describe(program, table())
     choice = _choice(program, description, wish, options)
@@ -109,7 +120,7 @@ def make(
         segments=tuple(line.items[p].name for p in line.again.starts) if line.again else (),
     )
     ends = best.parts["gradients"] + best.parts["outputs"]
-    plan = replace(
+    return replace(
         planned.plan,
         pp=wish.pp,
         dp=wish.dp,
@@ -123,7 +134,6 @@ def make(
         packed=(),  # a cut may come between them
         choice=choice,
     )
-    return replay(program, plan, options, wish)
 
 
 def settle(program: Program, ask: joint.Ask, found: joint.Found) -> Plan:
@@ -141,7 +151,7 @@ def settle(program: Program, ask: joint.Ask, found: joint.Found) -> Plan:
         wish = Wish(
             best.pp, ask.cluster, best.micro_batches, best.schedule, best.recompute, best.dp, best.order
         )
-        plan = make(program, options, wish).plan
+        plan = _plan(program, options, wish)
     return replace(plan, dp=mesh.dp, cluster=str(ask.cluster))
 
 

@@ -16,7 +16,7 @@ minima over the same runs. Nothing is N^2: 64 stages of 5,000 operators take a t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -101,6 +101,23 @@ class Line:
         for reads, nbytes in self._weights:
             total = total + nbytes * (reads[end] > reads[begin])
         return np.asarray(total + self._alone[end] - self._alone[begin])
+
+    def fitting(self, memory: float, opened: float) -> Places:
+        """The first begin of a stage that ends at j and fits; j itself where none does."""
+        if (memory, opened) not in self._fits:
+            end = np.arange(len(self.items) + 1)
+            low, high = np.zeros_like(end), end.copy()  # the answer is in low .. high
+            while (low < high).any():
+                middle = (low + high) // 2
+                fits = self.memory(middle, end, opened) <= memory
+                low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
+                low = np.minimum(low, high)
+            self._fits[memory, opened] = high
+        return self._fits[memory, opened]
+
+    @cached_property
+    def _fits(self) -> dict[tuple[float, float], Places]:
+        return {}
 
     @cached_property
     def kept(self) -> Row:
@@ -200,7 +217,7 @@ def cut(
         raise PlanError("this form of call needs weights on other stages than they are loaded on")
     if best is None:
         raise PlanError(_too_large(line, stages, memory or 0.0, opens))
-    bounds = table.fewest(stages, best * (1 + SLACK) + 1e-15, live)
+    bounds = table.fewest(best * (1 + SLACK) + 1e-15, live)
     begin, end = np.array(bounds[:-1]), np.array(bounds[1:])
     held = [float(line.memory(begin[[s]], end[[s]], opens[s])[0]) for s in range(stages)]
     return Cuts(
@@ -222,37 +239,37 @@ class _Table:
     def seconds(self, begin: Places, end: Places) -> Row:
         return np.asarray(self.work[end] - self.work[begin] + self.cost[end])
 
-    def begins(self, stage: int, limit: float) -> Places:
-        """lo(j): a stage that ends at j and keeps the limit begins at lo(j) .. j - 1."""
+    def begins(self, limit: float) -> Iterator[Places]:
+        """lo(j), stage after stage: one that ends at j and keeps the limit begins at lo(j) .. j - 1."""
         in_time = np.searchsorted(self.work, self.work + self.cost - limit, side="left")
-        return np.maximum(in_time, self.least[stage])
+        for least in self.least:
+            yield np.maximum(in_time, least)
 
-    def reaches(self, stages: int, limit: float) -> bool:
+    def reaches(self, limit: float) -> bool:
         n = len(self.work) - 1
         here = np.zeros(n + 1, np.int64)
         here[0] = 1
         ends = np.arange(n + 1)
-        for stage in range(stages):
+        for begins in self.begins(limit):
             before = np.concatenate([[0], np.cumsum(here)])  # of the positions below each
-            first = np.minimum(self.begins(stage, limit), ends)
-            here = ((before[ends] > before[first]) & self.legal).astype(np.int64)
+            here = ((before[ends] > before[np.minimum(begins, ends)]) & self.legal).astype(np.int64)
         return bool(here[n])
 
     def slowest(self, stages: int) -> float | None:
         """The least limit that `stages` stages keep; None where they keep none."""
         most = float(self.work[-1] + self.cost.max()) * (1 + EXACT) + 1e-15
-        if not self.reaches(stages, most):
+        if not self.reaches(most):
             return None
         low = float(self.work[-1]) / stages
         high = low * (1 + EXACT)
-        while high < most and not self.reaches(stages, high):
+        while high < most and not self.reaches(high):
             low, high = high, min(most, low + 2 * (high - low) + EXACT * high)
         while high - low > EXACT * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self.reaches(stages, middle) else (middle, high)
+            low, high = (low, middle) if self.reaches(middle) else (middle, high)
         return high
 
-    def fewest(self, stages: int, limit: float, live: Row) -> list[int]:
+    def fewest(self, limit: float, live: Row) -> list[int]:
         """The bounds that send least while no stage takes longer than `limit`."""
         n = len(self.work) - 1
         sent = np.full(n + 1, np.inf)
@@ -260,8 +277,8 @@ class _Table:
         came: list[Places] = []
         charge = np.where(self.legal, live, np.inf)
         charge[n] = 0.0
-        for stage in range(stages):
-            least, source = _minima(sent, self.begins(stage, limit))
+        for begins in self.begins(limit):
+            least, source = _minima(sent, begins)
             sent = least + charge
             came.append(source)
         bounds = [n]
@@ -306,7 +323,7 @@ def _begins(
     """[stage][j]: the first begin that memory and the weights at home allow a stage that ends at j."""
     n = len(line.items)
     nothing = np.zeros(n + 1, np.int64)
-    by_open = {} if memory is None else {o: _fitting(line, memory, o) for o in set(opened)}
+    by_open = {} if memory is None else {o: line.fitting(memory, o) for o in set(opened)}
     out = [by_open.get(opened[s], nothing) for s in range(stages)]
     if homes is not None:
         for s, home in enumerate(homes):
@@ -314,18 +331,6 @@ def _begins(
             after = np.maximum.accumulate(np.array([0, *foreign], np.int64))
             out[s] = np.maximum(out[s], after)
     return out
-
-
-def _fitting(line: Line, memory: float, opened: float) -> Places:
-    """The first begin of a stage that ends at j and fits; j itself where none does."""
-    end = np.arange(len(line.items) + 1)
-    low, high = np.zeros_like(end), end.copy()  # the answer is in low .. high
-    while (low < high).any():
-        middle = (low + high) // 2
-        fits = line.memory(middle, end, opened) <= memory
-        low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
-        low = np.minimum(low, high)
-    return high
 
 
 def _sums(values: Sequence[float]) -> Row:
