@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.cluster import Cluster
+from plait.collectives.algorithms import names
 from plait.errors import InputError
+from plait.mesh import Mesh
 from plait.plan import joint, overlaps
 from plait.plan.plan import Plan
 
@@ -38,6 +41,21 @@ def check_device(value: Any) -> None:
     """InputError unless values can be brought there."""
     if not _device(value):
         raise InputError(f"device is {_spell(value)}; it takes {_DEVICES}")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """InputError, before work that takes long, unless its result can be written there."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        why = "is a folder" if path.is_dir() else f"is in no folder: there is no {path.parent}"
+        raise InputError(f"{option} {path}: {why}; it takes the name of a file")
+
+
+def check_processes(nproc: int, pp: int, algorithm: str) -> None:
+    """What all processes would refuse, said before they are started."""
+    Mesh.fitting("auto", pp, 1, nproc, "--nproc")
+    known = ("auto", "native", *names("all_reduce"), "hierarchical")
+    if algorithm.partition("[")[0].partition("/")[0] not in known:
+        raise InputError(f"--algorithm {algorithm}: it takes {', '.join(known)}")
 
 
 def check_sites(algorithm: str | Mapping[str, str], plan: Plan) -> None:

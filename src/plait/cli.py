@@ -62,8 +62,10 @@ def run(
 ) -> None:
     """Split MODEL over local processes, answer a prompt or call it; compare with one process."""
     from plait import generate, models
+    from plait.asked import check_processes
     from plait.runtime.processes import launch
 
+    check_processes(nproc, pp, algorithm)
     found = models.resolve(model, say=_say)
     launch(generate.run, nproc, generate.Request(found, prompt, max_tokens, algorithm, pp))
 
@@ -91,8 +93,10 @@ def plan(
 
     What is auto is chosen together; the front-runners stand side by side.
     """
+    from plait.asked import check_file
     from plait.report import tables
 
+    check_file("--save", save)
     options = {
         "training": training,
         "objective": objective,
@@ -143,10 +147,12 @@ def verify(
 ) -> None:
     """Compare outputs and gradients with the unsharded model; exit code 1 where any differs."""
     from plait import models
+    from plait.asked import check_processes
     from plait.runtime.processes import launch
     from plait.verify import Request
     from plait.verify import verify as work
 
+    check_processes(nproc, pp, algorithm)
     found = models.resolve(model, say=_say)
     launch(work, nproc, Request(found, not inference, batch, length, algorithm, pp))
 
@@ -156,9 +162,9 @@ def bench(
     model: Annotated[str, typer.Argument(help="as for `run`; or give --shape", metavar="MODEL")] = "",
     shape: Annotated[str, typer.Option(help="layers of these widths: llama-70b, tiny ...")] = "",
     layers: Annotated[int, typer.Option(help="of the shape", min=1)] = 4,
-    tokens: Annotated[list[int] | None, typer.Option(help="of the call; several: a run each")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="of the call; several: a run each", min=1)] = None,
     share: Annotated[str, typer.Option(help="of a layer on each rank: 1/8; else all on all")] = "",
-    chunks: Annotated[list[int] | None, typer.Option(help="rows in so many chunks each")] = None,
+    chunks: Annotated[list[int] | None, typer.Option(help="rows in so many chunks each", min=1)] = None,
     without: Annotated[list[str] | None, typer.Option(help="a row to leave out, by name")] = None,
     batch: Batch = 1,
     train: Annotated[bool, typer.Option("--train", help="forward and backward")] = False,
@@ -166,7 +172,7 @@ def bench(
     nproc: Nproc = 2,
     warmup: Annotated[int, typer.Option(help="rounds that are not counted", min=1)] = 4,
     samples: Annotated[int, typer.Option(help="of every row", min=2)] = 20,
-    peer_seconds: Annotated[float, typer.Option(help="for finding the peers' settings")] = 200.0,
+    peer_seconds: Annotated[float, typer.Option(help="for finding the peers' settings", min=0)] = 200.0,
     dtype: Annotated[str, typer.Option(help="bfloat16 on CUDA, else float32")] = "",
     cluster: Annotated[str, typer.Option(help="to plan for, instead of this machine")] = "",
     json: Annotated[Path | None, typer.Option(help="write every sample and figure")] = None,
@@ -174,10 +180,18 @@ def bench(
 ) -> None:
     """Time MODEL or a shape in several orchestrations, in turn: what is exposed, what is hidden."""
     from plait import models
+    from plait.asked import check_file
     from plait.bench import shapes, sitting
+    from plait.cluster import Cluster
     from plait.errors import InputError
     from plait.runtime.processes import launch
 
+    for option, path in (("--json", json), ("--svg", svg)):
+        check_file(option, path)
+    if dtype:
+        _dtype(dtype)
+    if cluster:
+        Cluster.of(cluster)
     if bool(model) == bool(shape):
         raise InputError("bench times one thing: MODEL or --shape NAME")
     part = _share(share)
@@ -253,7 +267,7 @@ def collectives(
 @collectives_app.command("tuner-csv")
 def tuner_csv(
     cluster: Cluster,
-    ranks: Annotated[int | None, typer.Option(help="the first so many of the cluster")] = None,
+    ranks: Annotated[int | None, typer.Option(help="the first so many of the cluster", min=1)] = None,
 ) -> None:
     """The choice among NCCL's own algorithms, as its tuner plugin's configuration file."""
     from plait.cost.tuner import csv
@@ -264,7 +278,7 @@ def tuner_csv(
 
 @app.command()
 def calibrate(
-    nproc: Annotated[list[int] | None, typer.Option(help="processes; may be repeated")] = None,
+    nproc: Annotated[list[int] | None, typer.Option(help="processes; may be repeated", min=2)] = None,
     seconds: Annotated[float, typer.Option(help="about how long", min=1)] = 100.0,
 ) -> None:
     """Measure this machine's collectives, and keep it for every later prediction and choice."""
@@ -306,16 +320,12 @@ def _planned(
     options: dict[str, Any],
 ) -> Plan:
     """A mesh of three numbers takes the cluster's first devices, any other all of them."""
-    import torch
 
     from plait import models
     from plait.api import plan as make_plan
     from plait.cluster import Cluster
-    from plait.errors import InputError
 
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise InputError(f"--dtype {dtype}: no such dtype; bfloat16, float16 and float32 are some")
+    kind = _dtype(dtype)
     axes: dict[str, Any] = {}
     axes |= {name: _number(f"--{name}", n) for name, n in zip(("tp", "pp", "dp"), mesh, strict=True)}
     machine = Cluster.of(cluster)
@@ -327,6 +337,17 @@ def _planned(
     return make_plan(
         example.model, example.args, example.kwargs, cluster=machine, **axes, **options
     )
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    from plait.errors import InputError
+
+    kind = getattr(torch, name, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise InputError(f"--dtype {name}: it takes bfloat16, float16, float32 or float64")
+    return kind
 
 
 def _number(option: str, text: str, what: str = "a number of ranks") -> int | str:

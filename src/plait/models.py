@@ -150,6 +150,8 @@ def encode(tokenizer: Any, prompt: str) -> torch.Tensor:
 
 def _function(name: str) -> Callable[[], Any]:
     module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise InputError(f"{name}: a function is spelled module:function")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
