@@ -371,6 +371,8 @@ def _few(
     graph: fx.Graph, found: Found, chosen: Shares, workspace: Workspace
 ) -> dict[str, nn.Module]:
     """Sums of few rows with the addition and norm that alone read them: one kernel, one hop."""
+    if not slots(found, chosen):
+        return {}
     from plait.runtime.kernels.oneshot import OneShot
 
     shots = {

@@ -8,6 +8,7 @@ of a model share, and picks or makes the executable of each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,10 @@ class Executable:
         return pytree.tree_unflatten(values, program.out_spec)
 
     def _run(self, feed: list[Tensor]) -> tuple[Any, ...]:
+        with self.arena.in_use() if self.arena is not None else nullcontext():
+            return self._steps(feed)
+
+    def _steps(self, feed: list[Tensor]) -> tuple[Any, ...]:
         if self.replay is not None and not torch.is_grad_enabled():
             with sdpa_kernel(FASTEST, set_priority=True):
                 return self.replay(feed)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from plait.runtime.copy_engine import Lane, Pulled, Range, Terms, collect, gather
+from plait.runtime.handshake import Handshake, Reach
 from plait.runtime.symmetric import Channel, KernelSignals, Rows, Signals, Workspace, bytes_for
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def finish(
     share of the scatter before; `push`: that of the gather that follows, which is returned and waited
     for `by_flag` or by event.
     """
-    from plait.runtime.kernels.norm import Handshake, Reach, sum_norm
+    from plait.runtime.kernels.norm import sum_norm
 
     rows, partials, me = ring.rows, ring.terms.partials, ring.rows.rank
     begin, everyone = rows.bounds[me], range(len(rows.buffer.on))

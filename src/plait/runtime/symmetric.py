@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -131,6 +132,7 @@ class Workspace:
         self._barrier, self._owner = barrier, owner  # owner: what keeps the mapping alive
         self._used = 0
         self._resets: list[Callable[[], Any]] = []
+        self._broken = False
 
     @classmethod
     def on_group(
@@ -185,6 +187,15 @@ class Workspace:
 
     def on_reset(self, action: Callable[[], Any]) -> None:
         self._resets.append(action)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around every call of a program. One that failed, which it did on all ranks, left signals behind."""
+        if self._broken:
+            self.ready()
+        self._broken = True
+        yield
+        self._broken = False
 
     def ready(self) -> None:
         """Empty all flags and slots, then meet all ranks: before first use and after a failure."""

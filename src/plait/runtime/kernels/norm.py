@@ -17,13 +17,13 @@ Bytes moved a row of d elements: (sources + 1) d read and 2 d written, which is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from plait.runtime.handshake import Handshake, Reach
 from plait.runtime.kernels.signals import enter, leave
 
 Kind = Literal["none", "rms", "rms_rounded", "layer"]
@@ -135,30 +135,6 @@ def sum_norm_kernel(
                 tl.store(pushed[i] + start + cols, out, mask=keep)
     if arrivals is not None:
         leave(arrivals, enter_drains, leave_fills, leave_drains)
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Rows first to last that are read from, or stored to, other ranks' memory by the kernel."""
-
-    tensors: Sequence[Tensor]  # as `sources`, or the other ranks' copies of `rows_out`
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Handshake:
-    """Flags that the kernel itself fills and drains, before the first row and after the last."""
-
-    arrivals: Tensor  # int32, 0 between launches
-    enter_fills: Sequence[Tensor] = ()
-    enter_drains: Sequence[Tensor] = ()
-    leave_fills: Sequence[Tensor] = ()
-    leave_drains: Sequence[Tensor] = ()
-
-    def arguments(self) -> tuple[tuple[Tensor, ...] | None, ...]:
-        flags = (self.enter_fills, self.enter_drains, self.leave_fills, self.leave_drains)
-        return tuple(tuple(group) or None for group in flags)
 
 
 def sum_norm(

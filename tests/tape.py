@@ -1,0 +1,236 @@
+"""A device that does not exist: what a rank's direct moves do, written down as a trace.
+
+Every rank's program is lowered and run in this process, one rank after another, on small tensors in the host's
+memory. Streams are names, signals and the kernel that sums are lines of the trace, and what torch does is
+seen by a dispatch mode. Values are garbage; what is done does not depend on them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.passes.overlap.races import Span, Step, Trace
+from plait.passes.overlap.schedule import Record, Wait
+from plait.passes.rings import find
+from plait.plan.direct import RING
+from plait.plan.plan import Overlapped
+from plait.plan.planner import Planned
+from plait.rules.moves import count
+from plait.runtime import direct, pieces
+from plait.runtime.executor import executable
+from plait.runtime.handshake import Handshake, Reach
+from plait.runtime.symmetric import Workspace
+from plait.runtime.transport import Still
+
+BYTES = 1 << 20
+
+
+@dataclass
+class Memory:
+    """Names of all storages, of all ranks; they are kept, so that none is given out twice."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def name(self, x: Tensor, owner: str) -> str:
+        at = x.untyped_storage().data_ptr()
+        if at not in self.names:
+            self.names[at] = f"{owner}.{len(self.names)}"
+            self.kept.append(x)
+        return self.names[at]
+
+
+@dataclass
+class Tape:
+    """What one rank does."""
+
+    rank: int
+    memory: Memory
+    items: list[Any] = field(default_factory=list)
+    lane: str = "compute"
+    lanes: int = 0
+    events: int = 0
+    running: bool = False
+
+    def spans(self, *tensors: Tensor | None) -> tuple[Span, ...]:
+        out = []
+        for x in tensors:
+            if isinstance(x, Tensor) and x.numel():
+                begin = x.storage_offset() * x.itemsize
+                last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+                out.append(Span(self.memory.name(x, f"r{self.rank}"), begin, begin + last * x.itemsize))
+        return tuple(dict.fromkeys(out))
+
+    def flags(self, flags: Sequence[Tensor]) -> tuple[str, ...]:
+        return tuple(f"{s.memory}:{s.first}" for s in self.spans(*flags))
+
+    def step(self, name: str, reads: Sequence[Any] = (), writes: Sequence[Any] = (), **flags: Any) -> None:
+        if self.running:
+            named = {k: self.flags(v) for k, v in flags.items()}
+            self.items.append(Step(self.lane, name, self.spans(*reads), self.spans(*writes), **named))
+
+    # -- signals ---------------------------------------------------------------------------------------
+
+    def fill(self, flags: Sequence[Tensor]) -> None:
+        self.step("fill", fills=flags)
+
+    def drain(self, flags: Sequence[Tensor]) -> None:
+        self.step("drain", drains=flags)
+
+    # -- streams ---------------------------------------------------------------------------------------
+
+    def beside(self, device: torch.device, *, first: bool = True) -> _Lane:
+        self.lanes += 1
+        return _Lane(self, f"lane{self.lanes}")
+
+    def current(self, device: torch.device) -> _Lane:
+        return _Lane(self, self.lane)
+
+    # -- the kernel --------------------------------------------------------------------------------------
+
+    def sum_norm(
+        self, sources: Sequence[Tensor], residual: Any, weight: Any, bias: Any = None, *, eps: float, kind: str,
+        residual_out: Any, rows_out: Tensor, far: Reach | None = None, push: Reach | None = None,
+        shake: Handshake | None = None,
+    ) -> None:  # fmt: skip
+        read = [residual, weight, bias, *(_near(s, far) for s in sources)]
+        written = [residual_out, rows_out]
+        if far is not None:
+            read += [t[far.first : far.last] for t in far.tensors]
+        if push is not None:
+            written += [t[push.first : push.last] for t in push.tensors]
+        shake = shake or Handshake(rows_out)
+        for flags in (shake.enter_fills, shake.leave_fills):
+            assert len(set(self.flags(flags))) == len(flags)
+        self.step("enter", fills=shake.enter_fills)
+        self.step("sum_norm", read, written, drains=shake.enter_drains, fills=shake.leave_fills)
+        self.step("leave", drains=shake.leave_drains)
+
+
+def _near(source: Tensor, far: Reach | None) -> Tensor:
+    """The rows of a term that are read from where they were collected: what is left beside the far ones."""
+    if far is None:
+        return source
+    return source[far.last :] if far.first == 0 else source[: far.first]
+
+
+@dataclass(frozen=True)
+class _Lane:
+    tape: Tape
+    name: str
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, self.tape.lane = self.tape.lane, self.name
+        try:
+            yield
+        finally:
+            self.tape.lane = before
+
+    def mark(self) -> str:
+        event = f"e{self.tape.events}"
+        self.tape.events += 1
+        if self.tape.running:
+            self.tape.items.append(Record(self.name, event))
+        return event
+
+    def after(self, *events: str) -> None:
+        if self.tape.running:
+            self.tape.items += [Wait(self.name, e) for e in events]
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        view = not written and any(r.alias_info is not None for r in func._schema.returns)
+        if not view and not func._schema.name.startswith("aten::empty"):
+            reads = [x for name, v in given.items() if name not in written for x in _tensors(v)]
+            writes = [x for name in written for x in _tensors(given.get(name))] or _tensors(out)
+            self.tape.step(func._schema.name.removeprefix("aten::"), reads, writes)
+        return out
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def record(planned: Planned, n: int, shares: Mapping[str, float] | float) -> tuple[list[Trace], list[str]]:
+    """The trace of every rank, all rings of the program direct by `shares`; and the flags that begin full."""
+    memory = Memory()
+    arenas = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(n)]
+    for rank, arena in enumerate(arenas):
+        memory.names[arena.untyped_storage().data_ptr()] = f"r{rank}"
+    traces, full = [], dict[str, None]()
+    for rank in range(n):
+        tape = Tape(rank, memory)
+        trace = _one(planned, n, rank, shares, tape, arenas, full)
+        traces.append(trace)
+    return traces, list(full)
+
+
+def _one(
+    planned: Planned, n: int, rank: int, shares: Any, tape: Tape, arenas: list[Tensor], full: dict[str, None]
+) -> Trace:
+    local = planned.local(rank)
+    sites = [e.site.name for events in find(planned.program, local).rings.values() for e in events]
+    by_site = dict.fromkeys(sites, shares) if isinstance(shares, float) else shares
+    forms = [Overlapped(s, f"{RING} {by_site[s]:g}", (s,), 0, 0.0, 0.0, 0.0) for s in sites]
+    planned = replace(planned, plan=replace(planned.plan, overlaps=tuple(forms)))
+    workspace = Recorded(arenas, rank, tape, full)
+    kernels = ModuleType("norm")
+    kernels.sum_norm = tape.sum_norm  # type: ignore[attr-defined]
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(sys.modules, {"plait.runtime.kernels.norm": kernels}))
+        for module in (pieces, direct):
+            stack.enter_context(patch.object(module, "Lane", tape))
+        made = executable(planned, Still(None, rank, n), torch.device("cpu"), lambda *_: workspace)
+        feed = _feed(made.local, planned)
+        tape.running = True
+        stack.enter_context(_Seen(tape))
+        stack.enter_context(torch.no_grad())
+        made.module(*feed)
+    return tuple(tape.items)
+
+
+class Recorded(Workspace):
+    def __init__(self, arenas: list[Tensor], rank: int, tape: Tape, full: dict[str, None]) -> None:
+        super().__init__(arenas, rank, tape, lambda: None)
+        self.tape, self.begin = tape, full
+
+    def channel(self, *, full: bool = False, signals: Any = None) -> Any:
+        made = super().channel(full=full, signals=signals)
+        if full:
+            self.begin |= dict.fromkeys(self.tape.flags(made.incoming()))
+        return made
+
+
+def _feed(local: Any, planned: Planned) -> list[Tensor]:
+    out = []
+    for share in local.shares:
+        shape = list(share.weight.shape)
+        if share.cut is not None:
+            shape[share.cut.dim] = count(share.cut.rows[local.rank])
+        out.append(torch.zeros(shape, dtype=share.weight.dtype))
+    values = {x.name: x.meta["val"] for x in planned.program.graph.nodes if x.op == "placeholder"}
+    return out + [
+        torch.zeros(tuple(values[i.node].shape), dtype=values[i.node].dtype)
+        for i in planned.program.inputs
+        if i.node is not None
+    ]

@@ -1,0 +1,291 @@
+"""Direct moves, proven: what every rank's lowered program does on a device that is not there (tests/tape.py).
+
+Two replays of all ranks are checked for races, lost signals and deadlocks. Then faults are seeded, and an
+adversary who knows nothing of clocks says which of them are faults: it holds one step back for ever, lets all
+else run as far as it gets, and sees whether a step begins that has to come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.capture import capture
+from plait.cluster import Cluster
+from plait.errors import ScheduleError
+from plait.passes.overlap.races import Item, Step, Trace, check, parse, spell, twice
+from plait.passes.overlap.schedule import Record, Wait
+from plait.plan import planner
+from plait.plan.planner import Planned
+from tests import tape
+
+MOST = 12  # seeded faults of one kind: the adversary tries every step against each
+
+
+class Block(nn.Module):
+    """Two sums and two norms; matmuls that share an input."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.norm, self.other = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.up, self.gate = nn.Linear(width, 3 * width), nn.Linear(width, 3 * width)
+        self.down, self.out = nn.Linear(3 * width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.down(torch.relu(self.up(h)) * self.gate(h))
+        return x + self.out(torch.relu(self.other(x)))
+
+
+def planned(model: nn.Module, args: Any, kwargs: Any, n: int) -> Planned:
+    """The split by rows, whatever it gains: what is proven is small, what it stands for is large."""
+    program = capture(model, args, kwargs)
+    cluster = Cluster.of("dgx-h200").subset(range(n))
+    free: dict[str, Any] = {"DIRECT_GAIN": 0.0, "BESIDE": 1e-6, "pick": lambda *_: ("native", 1e-3)}
+    with patch.multiple(planner, **free), patch.object(planner.direct, "weigh", lambda *_: ()):
+        return planner.make(program, planner.Options(n, cluster))
+
+
+def blocks() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(Block(), Block()), torch.zeros(13, 48)
+
+
+def decoder() -> tuple[nn.Module, Tensor]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=8, vocab_size=96, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), torch.zeros(1, 21, dtype=torch.int64)
+
+
+@cache
+def traces(name: str, n: int, share: float) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
+    model, x = (blocks() if name == "blocks" else decoder())
+    found, full = tape.record(planned(model.eval(), (x,), {}, n), n, share)
+    return tuple(found), tuple(full)
+
+
+USUAL = [("blocks", 2, 0.0), ("blocks", 2, 1.0), ("blocks", 3, 0.5), ("decoder", 2, 0.5), ("decoder", 4, 0.0)]
+GRID = [
+    pytest.param(*one, id="-".join(map(str, one)), marks=() if one in USUAL else pytest.mark.full)
+    for one in product(("blocks", "decoder"), (2, 3, 4), (0.0, 0.5, 1.0))
+]
+
+
+@pytest.mark.parametrize(("name", "n", "share"), GRID)
+def test_two_replays_are_safe(name: str, n: int, share: float) -> None:
+    found, full = traces(name, n, share)
+    steps = [i for i in found[0] if isinstance(i, Step)]
+    assert sum(bool(s.drains) for s in steps) >= 4, "nothing waits for a peer"
+    assert len({s.stream for s in steps}) == 3 if share < 1 else True
+    check([twice(t) for t in found], full)
+    assert all(parse(spell(t)) == t for t in found)
+
+
+# -- the adversary -------------------------------------------------------------------------------------
+
+Place = tuple[int, str, int]  # rank, lane, line
+
+
+class Machine:
+    """Runs traces with one step held back: before it begins (`begun` False), or for ever in the middle."""
+
+    def __init__(self, traces: Sequence[Trace], full: Sequence[str], held: Place | None, begun: bool) -> None:
+        self.lines: dict[tuple[int, str], list[Item]] = {}
+        for rank, trace in enumerate(traces):
+            for item in trace:
+                self.lines.setdefault((rank, item.stream), []).append(item)
+        self.at, self.flags = dict.fromkeys(self.lines, 0), set(full)
+        self.events: set[tuple[int, str]] = set()
+        self.held, self.begun, self.during = held, begun, False
+        self.wrong = ""
+
+    def run(self) -> Machine:
+        step = self.step_of(self.held)
+        moved = True
+        while moved and not self.wrong:
+            moved = any(self.advance(lane, step) for lane in self.lines)
+        return self
+
+    def step_of(self, place: Place | None) -> Step | None:
+        found = self.lines[place[:2]][place[2]] if place is not None else None
+        assert found is None or isinstance(found, Step)
+        return found
+
+    def advance(self, lane: tuple[int, str], held: Step | None) -> bool:
+        at = self.at[lane]
+        if at == len(self.lines[lane]):
+            return False
+        item = self.lines[lane][at]
+        if isinstance(item, Wait) and (lane[0], item.event) not in self.events:
+            return False
+        if isinstance(item, Step) and not set(item.drains) <= self.flags:
+            return False
+        if (*lane, at) == self.held:
+            changed, self.during = self.begun and not self.during, self.begun
+            self.flags -= set(item.drains) if changed and isinstance(item, Step) else set()
+            return changed
+        if isinstance(item, Record):
+            self.events.add((lane[0], item.event))
+        if isinstance(item, Step):
+            if self.during and held is not None and touch(item, held):
+                self.wrong = f"{lane} {item} runs beside {self.held} {held}"
+            self.flags -= set(item.drains)
+            if self.flags & set(item.fills):
+                self.wrong = f"{lane} {item} is lost while {self.held} waits"
+            self.flags |= set(item.fills)
+        self.at[lane] += 1
+        return True
+
+    @property
+    def over(self) -> bool:
+        return all(self.at[lane] == len(lines) for lane, lines in self.lines.items())
+
+
+def touch(one: Step, other: Step) -> bool:
+    def hits(some: Sequence[Any], others: Sequence[Any]) -> bool:
+        return any(a.meets(b) for a in some for b in others)
+
+    return hits(one.writes, (*other.reads, *other.writes)) or hits(one.reads, other.writes)
+
+
+def adversary(traces: Sequence[Trace], full: Sequence[str]) -> str:
+    """What can go wrong, or ''."""
+    plain = Machine(traces, full, None, False).run()
+    if plain.wrong or not plain.over:
+        return plain.wrong or "deadlock"
+    if plain.flags != set(full):
+        return "flags are left"
+    lanes: dict[str, set[tuple[int, str]]] = {}
+    for lane, lines in plain.lines.items():
+        for step in lines:
+            for span in (*step.reads, *step.writes) if isinstance(step, Step) else ():
+                lanes.setdefault(span.memory, set()).add(lane)
+    for lane, lines in plain.lines.items():
+        for i, step in enumerate(lines):
+            if not isinstance(step, Step):
+                continue
+            shared = any(len(lanes[s.memory]) > 1 for s in (*step.reads, *step.writes))
+            for begun in [True] * shared + [False] * bool(step.drains):
+                found = Machine(traces, full, (*lane, i), begun).run()
+                if found.wrong:
+                    return found.wrong
+    return ""
+
+
+# -- faults --------------------------------------------------------------------------------------------
+
+
+def without_a_wait(trace: Trace) -> Iterator[Trace]:
+    """One signal that is not waited for, or one event."""
+    for i, item in enumerate(trace):
+        if isinstance(item, Wait):
+            yield trace[:i] + trace[i + 1 :]
+        for flag in item.drains if isinstance(item, Step) else ():
+            left = tuple(f for f in item.drains if f != flag)
+            yield (*trace[:i], replace(item, drains=left), *trace[i + 1 :])
+
+
+def one_early(trace: Trace) -> Iterator[Trace]:
+    """A step that writes before its lane has waited for the reader of what lay there."""
+    for i, item in enumerate(trace):
+        before = [k for k in range(i) if trace[k].stream == item.stream]
+        if isinstance(item, Step) and item.writes and before:
+            last = trace[before[-1]]
+            if isinstance(last, Wait) or (isinstance(last, Step) and last.drains):
+                yield (*trace[: before[-1]], item, *trace[before[-1] : i], *trace[i + 1 :])
+
+
+def swapped(trace: Trace) -> Iterator[Trace]:
+    """Two moves that follow each other on one lane, each with the signal that it waits for."""
+    pairs = [
+        (i, j)
+        for i, item in enumerate(trace)
+        for j in [next((k for k in range(i + 1, len(trace)) if trace[k].stream == item.stream), 0)]
+        if j and isinstance(item, Step) and item.drains and isinstance(trace[j], Step) and trace[j].writes
+    ]
+    for (a, b), (c, d) in zip(pairs, pairs[1:], strict=False):
+        if trace[a].stream == trace[c].stream:
+            items = list(trace)
+            items[a], items[b], items[c], items[d] = items[c], items[d], items[a], items[b]
+            yield tuple(items)
+
+
+def caught(traces: Sequence[Trace], full: Sequence[str]) -> bool:
+    try:
+        check(traces, full)
+    except ScheduleError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("kind", [without_a_wait, one_early, swapped])
+@pytest.mark.parametrize(("n", "share"), [(2, 0.0), (2, 0.5), (3, 0.5)])
+def test_seeded_faults(kind: Any, n: int, share: float) -> None:
+    right, full = traces("blocks", n, share)
+    assert not adversary([twice(t) for t in right], full)
+    faults = list(kind(right[0]))
+    assert faults
+    real = 0
+    for wrong in faults[:: 1 + len(faults) // MOST]:
+        both = [twice(wrong), *(twice(t) for t in right[1:])]
+        why = adversary(both, full)
+        assert caught(both, full) == bool(why), why or f"harmless\n{spell(wrong)}"
+        real += bool(why)
+    assert real, "no fault was one"
+
+
+# -- after a failure, and when programs are dropped ------------------------------------------------------
+
+
+def test_flags_are_reset_after_a_call_that_failed() -> None:
+    memory = tape.Memory()
+    arenas = [torch.zeros(4096, dtype=torch.uint8) for _ in range(2)]
+    workspace = tape.Recorded(arenas, 0, tape.Tape(0, memory), {})
+    flags, full = workspace.channel(), workspace.channel(full=True)
+    workspace.ready()
+    def fails() -> None:
+        with workspace.in_use():
+            flags.flags.local.fill_(1)  # a peer's signal that came before the fault
+            full.flags.local.zero_()
+            raise ValueError("the fault")
+
+    with pytest.raises(ValueError, match="the fault"):
+        fails()
+    with workspace.in_use():
+        assert not flags.flags.local.any()
+        assert full.flags.local.all()
+        flags.flags.local.fill_(1)
+    with workspace.in_use():  # nothing failed: what a peer has told already stays told
+        assert flags.flags.local.all()
+
+
+def test_programs_are_dropped_in_the_order_in_which_all_ranks_made_them() -> None:
+    from plait.runtime.programs import FORMS, Programs
+
+    class Form:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def leaves(self, args: Any, kwargs: Any) -> list[int] | None:
+            return [self.number] if args == (self.number,) else None
+
+    state: Any = None
+    first: Any = Form(0)
+    programs = Programs(state, first)
+    for number in range(1, FORMS + 3):
+        assert programs.find(0, (number - 1,), {}) is not None  # use does not make a program younger
+        assert programs.find(0, (0,), {}) is None or number <= FORMS
+        programs.add(0, state, Form(number))
+    kept = [n for n in range(FORMS + 3) if programs.find(0, (n,), {}) is not None]
+    assert kept == list(range(3, FORMS + 3))
