@@ -144,6 +144,8 @@ def _cut(program: Program, d: Description, split: Split) -> Batch | Uncut:
             layout = _held(d.dims[node][0], split)
             if layout is None:
                 return Uncut(f"{node.name} has the batch in two of its dims")
+            if _shared(d.dims[node][:1], split):
+                return Uncut(f"{node.name} has rows beside those of the batch in one dim")
             batch.layouts[node] = layout
             batch.strategies[node] = Strategy("input", (), (layout,))
         elif node.op == "call_function" and node in d.accesses:
@@ -183,11 +185,18 @@ def _lay(node: fx.Node, access: Access, batch: Batch, ahead: set[fx.Node]) -> st
         whole = (WHOLE,) * len(access.operands)
         strategy = Strategy("ahead", whole, (WHOLE,) * len(access.results))
     if strategy is None:
-        where = module_path(node)
-        return f"{_what(node)}{f' in {where}' if where else ''} {_why(access, split, have)}"
+        return f"{_where(node)} {_why(access, split, have)}"
+    held = [dims for dims, r in zip(access.results, strategy.results, strict=True) if r.split]
+    if _shared(held, split):
+        return f"{_where(node)} has rows that belong to no micro-batch beside those that do"
     batch.strategies[node] = strategy
     batch.layouts[node] = strategy.results[0] if strategy.results else WHOLE
     return None
+
+
+def _shared(values: Iterable[Dims], split: Split) -> bool:
+    """Whether every piece would have some rows: their gradient is one, and would come from each."""
+    return any(not split.disjoint(f) for dims in values for f in dims if split.touches(f))
 
 
 def _strategy(access: Access, split: Split, have: Sequence[Layout]) -> Strategy | None:
@@ -237,8 +246,10 @@ def _adds_bias(access: Access, found: Strategy) -> bool:
     return any(o.added for o in access.operands) and any(r == PARTIAL for r in found.results)
 
 
-def _what(node: fx.Node) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0]
+def _where(node: fx.Node) -> str:
+    """The operator and the module it is in."""
+    name, module = str(node.target).removeprefix("aten.").split(".")[0], module_path(node)
+    return f"{name} in {module}" if module else name
 
 
 def _why(access: Access, split: Split, have: Sequence[Layout]) -> str:
@@ -324,10 +335,14 @@ class _Piece(Emitter):
         if node.op == "get_attr":
             split = self._split_of(dims)
             return self._constant_value(node, shard(split) if split else WHOLE, dims)
-        x, have = self._own[node]
-        if have.kind == "shard" and self._strategy_of_current() == "ahead":
+        if self._in_rows(node) and self._strategy_of_current() == "ahead":
             return self._whole(node)
-        return x
+        return self._own[node][0]
+
+    def _in_rows(self, node: fx.Node) -> bool:
+        """Whether a piece has some of its rows only; a tuple's parts are cut alike."""
+        strategy = self.strategies.get(node)
+        return strategy is not None and any(r.kind == "shard" for r in strategy.results)
 
     def _strategy_of_current(self) -> str:
         assert self._current is not None
@@ -351,8 +366,7 @@ class _Piece(Emitter):
     def _whole_argument(self, node: fx.Node) -> fx.Node:
         if node.op == "get_attr":
             return self._constant_value(node, WHOLE, ())
-        x, have = self._own[node]
-        return self._whole(node) if have.kind == "shard" else x
+        return self._whole(node) if self._in_rows(node) else self._own[node][0]
 
     def _output(self, node: fx.Node) -> None:
         (flat,) = node.args
