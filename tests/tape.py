@@ -8,7 +8,7 @@ seen by a dispatch mode. Values are garbage; what is done does not depend on the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
@@ -144,9 +144,9 @@ class _Lane:
             self.tape.items.append(Record(self.name, event))
         return event
 
-    def after(self, *events: str) -> None:
+    def after(self, *events: str | None) -> None:
         if self.tape.running:
-            self.tape.items += [Wait(self.name, e) for e in events]
+            self.tape.items += [Wait(self.name, e) for e in events if e is not None]
 
 
 class _Seen(TorchDispatchMode):
@@ -171,8 +171,11 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-def record(planned: Planned, n: int, shares: Mapping[str, float] | float) -> tuple[list[Trace], list[str]]:
-    """The trace of every rank, all rings of the program direct by `shares`; and the flags that begin full."""
+def record(planned: Planned, n: int, share: float, *, alone: bool = False) -> tuple[list[Trace], list[str]]:
+    """The trace of every rank, all rings of the program direct by `share`; and the flags that begin full.
+
+    `alone`: with the transfers left out.
+    """
     memory = Memory()
     arenas = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(n)]
     for rank, arena in enumerate(arenas):
@@ -180,27 +183,25 @@ def record(planned: Planned, n: int, shares: Mapping[str, float] | float) -> tup
     traces, full = [], dict[str, None]()
     for rank in range(n):
         tape = Tape(rank, memory)
-        trace = _one(planned, n, rank, shares, tape, arenas, full)
-        traces.append(trace)
+        workspace = Recorded(arenas, rank, tape, full)
+        traces.append(_one(planned, n, share, tape, None if alone else workspace))
     return traces, list(full)
 
 
-def _one(
-    planned: Planned, n: int, rank: int, shares: Any, tape: Tape, arenas: list[Tensor], full: dict[str, None]
-) -> Trace:
+def _one(planned: Planned, n: int, share: float, tape: Tape, workspace: Workspace | None) -> Trace:
+    rank, cpu = tape.rank, torch.device("cpu")
     local = planned.local(rank)
     sites = [e.site.name for events in find(planned.program, local).rings.values() for e in events]
-    by_site = dict.fromkeys(sites, shares) if isinstance(shares, float) else shares
-    forms = [Overlapped(s, f"{RING} {by_site[s]:g}", (s,), 0, 0.0, 0.0, 0.0) for s in sites]
+    forms = [Overlapped(s, f"{RING} {share:g}", (s,), 0, 0.0, 0.0, 0.0) for s in sites]
     planned = replace(planned, plan=replace(planned.plan, overlaps=tuple(forms)))
-    workspace = Recorded(arenas, rank, tape, full)
+    still = Still(None, rank, n)
     kernels = ModuleType("norm")
     kernels.sum_norm = tape.sum_norm  # type: ignore[attr-defined]
     with ExitStack() as stack:
         stack.enter_context(patch.dict(sys.modules, {"plait.runtime.kernels.norm": kernels}))
         for module in (pieces, direct):
             stack.enter_context(patch.object(module, "Lane", tape))
-        made = executable(planned, Still(None, rank, n), torch.device("cpu"), lambda *_: workspace)
+        made = executable(planned, still, cpu, still.arena if workspace is None else lambda *_: workspace)
         feed = _feed(made.local, planned)
         tape.running = True
         stack.enter_context(_Seen(tape))

@@ -69,9 +69,9 @@ def decoder() -> tuple[nn.Module, Tensor]:
 
 
 @cache
-def traces(name: str, n: int, share: float) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
-    model, x = (blocks() if name == "blocks" else decoder())
-    found, full = tape.record(planned(model.eval(), (x,), {}, n), n, share)
+def traces(name: str, n: int, share: float, alone: bool = False) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
+    model, x = blocks() if name == "blocks" else decoder()
+    found, full = tape.record(planned(model.eval(), (x,), {}, n), n, share, alone=alone)
     return tuple(found), tuple(full)
 
 
@@ -90,6 +90,24 @@ def test_two_replays_are_safe(name: str, n: int, share: float) -> None:
     assert len({s.stream for s in steps}) == 3 if share < 1 else True
     check([twice(t) for t in found], full)
     assert all(parse(spell(t)) == t for t in found)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_floor_is_the_same_program_without_its_transfers(share: float) -> None:
+    moving, _ = traces("decoder", 2, share)
+    still, full = traces("decoder", 2, share, alone=True)
+    check(still)
+    assert not full
+    for with_them, without in zip(moving, still, strict=True):
+        steps = [i for i in without if isinstance(i, Step)]
+        assert not any(s.drains or s.fills for s in steps)
+        own = [i for i in with_them if isinstance(i, Step) and i.stream == "compute"]
+        assert [s.name for s in steps if not waits(s)] == [s.name for s in own if not waits(s)]
+
+
+def waits(step: Step) -> bool:
+    """For peers, and nothing else."""
+    return step.name in ("drain", "fill", "enter", "leave")
 
 
 # -- the adversary -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from plait.cluster import Cluster
 from plait.models import Example
 from plait.passes.overlap.choose import choose
 from plait.passes.overlap.timeline import Machine
-from plait.plan import overlaps, planner
+from plait.plan import direct, overlaps, planner
 from plait.plan.plan import Plan
 from plait.plan.planner import Planned
 from plait.runtime.compiled import Compiled
@@ -106,7 +106,8 @@ class Subject:
             elif (planned := make()) is not None:
                 yield self.row(name, kind, planned, note or _how(planned))
         overlapped = self.compiled._programs.first.planned
-        if overlapped.chosen and OWN_FLOOR not in without:
+        moved = overlapped.chosen or direct.shares(overlapped.plan.overlaps)
+        if moved and OWN_FLOOR not in without:
             yield replace(self.row(OWN_FLOOR, "floor", overlapped, IDLE, self.compiled), predicted=None)
 
     def _programs(self, chunks: Sequence[int]) -> Iterator[tuple[str, Kind, Make, str]]:

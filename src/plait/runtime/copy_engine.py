@@ -140,7 +140,7 @@ def _pull(
     """A copy of no rows has no signal either: its owner does not put."""
     pulled = Pulled({}, {})
     with lane():
-        for rank in ranks:
+        for rank in ready.reached(ranks):
             into, source = copy(rank)
             if not into.shape[0]:
                 continue

@@ -370,8 +370,11 @@ def flat(x: Tensor) -> Tensor:
 def _few(
     graph: fx.Graph, found: Found, chosen: Shares, workspace: Workspace
 ) -> dict[str, nn.Module]:
-    """Sums of few rows with the addition and norm that alone read them: one kernel, one hop."""
-    if not slots(found, chosen):
+    """Sums of few rows with the addition and norm that alone read them: one kernel, one hop.
+
+    Where there are no peers they stay moves, which send nothing, and norms.
+    """
+    if workspace.alone or not slots(found, chosen):
         return {}
     from plait.runtime.kernels.oneshot import OneShot
 

@@ -140,7 +140,7 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-Arena = Callable[[int, Any, torch.device], Workspace]  # of so many bytes on every rank of a group
+Arena = Callable[[int, torch.device], Workspace]  # of so many bytes on every rank
 
 
 def executable(
@@ -152,7 +152,7 @@ def executable(
     """
     local = planned.local(transport.rank)
     if arena is None and device.type == "cuda":
-        arena = Workspace.on_group
+        arena = transport.arena
     direct, workspace = _direct(planned, local, transport, device, arena)
     algorithms = {p.name: p.algorithm for p in planned.plan.collectives}
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
@@ -192,7 +192,7 @@ def _direct(
     found = rings.find(planned.program, local)
     made, workspace = dict[str, Any](), None
     if chosen:
-        workspace = arena(lowering.nbytes(found, chosen, transport.size), transport.group, device)
+        workspace = arena(lowering.nbytes(found, chosen, transport.size), device)
         made = lowering.lower(local, found, chosen, workspace)
     lowering.norms(local.graph)
     return made, workspace

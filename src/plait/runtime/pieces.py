@@ -60,6 +60,8 @@ class Ring:
         shape, cuts = (bounds[-1], width), tuple(bounds)
         rows = Rows(workspace.buffer(shape, dtype, fill=0), cuts)
         terms = Terms.of(Rows(workspace.buffer(shape, dtype, fill=0), cuts))
+        workspace.brought(rows.buffer.local)
+        workspace.brought(terms.staged)
         device = rows.own.device
         near = KernelSignals() if device.type == "cuda" else workspace.signals
         return cls(

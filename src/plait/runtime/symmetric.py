@@ -27,7 +27,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -94,6 +94,7 @@ class Channel:
 
     flags: Buffer  # int32 [ranks, words]; word 0 of row s is filled by rank s
     signals: Signals
+    silent: bool = False  # reaches nobody
 
     def put(self, ranks: Sequence[int] | None = None) -> None:
         """Tell `ranks` (default: all others) that what this stream wrote so far is there."""
@@ -105,13 +106,16 @@ class Channel:
 
     def incoming(self, ranks: Sequence[int] | None = None) -> list[Tensor]:
         """The flags that `wait` empties."""
-        return [self.flags.local[r, :1] for r in self._others(ranks)]
+        return [self.flags.local[r, :1] for r in self.reached(ranks)]
 
     def outgoing(self, ranks: Sequence[int] | None = None) -> list[Tensor]:
         """The flags that `put` fills, for kernels that signal themselves."""
-        return [self.flags.on[r][self.flags.rank, :1] for r in self._others(ranks)]
+        return [self.flags.on[r][self.flags.rank, :1] for r in self.reached(ranks)]
 
-    def _others(self, ranks: Sequence[int] | None) -> Sequence[int]:
+    def reached(self, ranks: Sequence[int] | None = None) -> Sequence[int]:
+        """Those of `ranks` (default: all others) that can be told and heard."""
+        if self.silent:
+            return []
         if ranks is not None:
             return ranks
         return [r for r in range(len(self.flags.on)) if r != self.flags.rank]
@@ -119,6 +123,8 @@ class Channel:
 
 class Workspace:
     """One arena on every rank of a group, and what is cut from it."""
+
+    alone = False  # nobody else is there
 
     def __init__(
         self,
@@ -188,6 +194,9 @@ class Workspace:
     def on_reset(self, action: Callable[[], Any]) -> None:
         self._resets.append(action)
 
+    def brought(self, x: Tensor) -> None:
+        """`x` is written by peers, or with what is pulled from them."""
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Around every call of a program. One that failed, which it did on all ranks, left signals behind."""
@@ -203,6 +212,26 @@ class Workspace:
         for action in self._resets:
             action()
         self._barrier()  # nobody writes yet
+
+
+class Idle(Workspace):
+    """One arena in the place of all: a program over it does its own work, sends nothing and awaits nobody.
+
+    What peers would bring is random and finite, as in `transport.Still`: its time is a floor.
+    """
+
+    alone = True
+
+    @classmethod
+    def on_device(cls, nbytes: int, rank: int, ranks: int, device: torch.device) -> Idle:
+        arena = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return cls([arena] * ranks, rank, Silence(), lambda: None)
+
+    def channel(self, *, full: bool = False, signals: Signals | None = None) -> Channel:
+        return replace(super().channel(full=full, signals=signals), silent=True)
+
+    def brought(self, x: Tensor) -> None:
+        self.on_reset(x.normal_)
 
 
 def bytes_for(*pieces: tuple[Sequence[int], torch.dtype], channels: int = 0, ranks: int = 0) -> int:
@@ -241,6 +270,16 @@ class StreamSignals:
 
         pairs = ((wait_equal(flag.data_ptr(), 1), write(flag.data_ptr(), 0)) for flag in flags)
         batch([operation for pair in pairs for operation in pair])
+
+
+class Silence:
+    """Tells and awaits nothing."""
+
+    def fill(self, flags: Sequence[Tensor]) -> None:
+        assert not flags
+
+    def drain(self, flags: Sequence[Tensor]) -> None:
+        assert not flags
 
 
 class HostSignals:

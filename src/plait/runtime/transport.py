@@ -24,6 +24,7 @@ from plait import collectives
 from plait.collectives.group import communicator
 from plait.passes.partition import Site
 from plait.rules.moves import Cut, Step, assemble, count, local, only_own, take, widen
+from plait.runtime.symmetric import Idle, Workspace
 
 
 class Begun:
@@ -55,6 +56,10 @@ class Transport:
     def captures(self) -> bool:
         """Whether the group's collectives on CUDA can be captured in a graph."""
         return self.group is None or "nccl" in str(dist.get_backend_config(self.group))
+
+    def arena(self, nbytes: int, device: torch.device) -> Workspace:
+        """Memory that all ranks of the group map; collective."""
+        return Workspace.on_group(nbytes, self.group, device)
 
     def in_order(self) -> AbstractContextManager[None]:
         """Around a call of a program that all ranks share. The ways back come in whatever order the
@@ -140,6 +145,9 @@ class Still(Transport):
     """
 
     known: dict[Any, Tensor] = field(default_factory=dict, compare=False)
+
+    def arena(self, nbytes: int, device: torch.device) -> Workspace:
+        return Idle.on_device(nbytes, self.rank, self.size, device)
 
     def carry_out(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         if step.collective is None:
