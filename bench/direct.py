@@ -37,8 +37,9 @@ from timing import interleaved, spread, start
 # Other files here have names that libraries look for.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(HERE)]
 
-import plait.api
+import plait
 from plait.cluster import Cluster
+from plait.compiler import source
 from plait.runtime.transport import Transport
 
 BLOCKING = ("reduced", "scattered", "off")
@@ -210,7 +211,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rank, ranks, device = start()
-    plait.api.capture = once(plait.api.capture)
+    source.capture = once(source.capture)
     results = []
     for tokens in options.tokens:
         result = run(tokens, options, device)

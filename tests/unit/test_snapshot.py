@@ -89,18 +89,18 @@ def test_a_change_of_the_model_is_seen() -> None:
 
 
 def test_back_and_forth_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plait import api
+    from plait.compiler import source
 
     mine, x = model(), torch.randn(4, 5)
     mine.scale = 1.0
     compiled = plait.compile(mine, (x,), tp=1)
-    made, capture = [], api.capture
+    made, capture = [], source.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         made.append(mine.scale)
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(api, "capture", counted)
+    monkeypatch.setattr(source, "capture", counted)
     for scale in (1.0, 2.0, 1.0, 2.0, float("1.0")):
         mine.scale = scale
         torch.testing.assert_close(compiled(x), _no_grad(mine, x))

@@ -42,6 +42,7 @@ LEVELS = (
     "capture plan",
     "asked report",
     "runtime",
+    "compiler",
     "api fetch",
     "models",
     "generate verify survey bench",

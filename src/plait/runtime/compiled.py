@@ -41,7 +41,7 @@ from plait.runtime.transport import Transport
 from plait.runtime.weights import Tensors, locate
 
 Values = Mapping[str, Tensor]  # whole buffers by name
-Recompile = Callable[..., Any]  # see api._Job.again
+Recompile = Callable[..., Any]  # see compiler/job.py
 
 
 @dataclass

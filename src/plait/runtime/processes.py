@@ -59,6 +59,12 @@ def launch(target: Callable[..., None], nproc: int, *args: Any) -> None:
         crew.judge()
 
 
+def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int]:
+    """The group to work in, by default all processes, and its size; (None, 1) for a process alone."""
+    found = world()[0] if group is None else group
+    return found, 1 if found is None else dist.get_world_size(found)
+
+
 def world(backend: str | None = None) -> tuple[dist.ProcessGroup | None, bool]:
     """The process group to work in, and whether it was made here.
 
