@@ -16,7 +16,7 @@ from plait.cluster import Cluster
 from plait.passes import norms, ops
 from plait.passes.rings import find, only_norm
 from plait.plan import planner
-from plait.plan.direct import HOP, shares
+from plait.plan.direct import HOP, RING, shares
 from plait.plan.plan import Plan
 from plait.program import Program, run_graph
 
@@ -142,3 +142,39 @@ def test_a_plan_keeps_what_is_direct() -> None:
     assert not again.chosen
     stripped = planner.replay(planned.program, replace(read, overlaps=()), options)
     assert not shares(stripped.plan.overlaps)
+
+
+# -- what has nothing to hide beside ---------------------------------------------------------------------
+
+
+class Lone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8192, 8192, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(x))
+
+
+def negative(model: Any, rows: int, width: int, cluster: str, n: int, overlap: str) -> Plan:
+    with torch.device("meta"):
+        made = program(model().to(torch.bfloat16), 1, rows, width, dtype=torch.bfloat16)
+    machine = Cluster.of(cluster).subset(range(n))
+    return planner.make(made, planner.Options(n, machine, overlap=overlap)).plan
+
+
+@pytest.mark.parametrize(("cluster", "n"), [("dgx-h200", 2), ("dgx-h100", 8)])
+@pytest.mark.parametrize("rows", [16, 64, 128, 256, 512])
+def test_few_rows_stay_in_one_piece(rows: int, cluster: str, n: int) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(Layer(4096, 14336, nn.LayerNorm) for _ in range(2)))
+
+    mine, off = (negative(model, rows, 4096, cluster, n, o) for o in ("auto", "off"))
+    assert {o.form for o in mine.overlaps} <= {"whole", HOP, f"{RING} 1"}
+    assert mine.seconds <= off.seconds
+
+
+def test_a_lone_projection_on_eight_devices_stays_in_one_piece() -> None:
+    mine, off = (negative(Lone, 8192, 8192, "dgx-h100", 8, o) for o in ("auto", "off"))
+    assert {o.form for o in mine.overlaps} <= {"whole"}
+    assert mine.seconds <= off.seconds

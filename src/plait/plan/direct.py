@@ -8,8 +8,9 @@ A gather hides beside the matmuls on own rows, a scatter beside the matmul on ow
               copy                |-- wake --|== terms of own rows ==|        exposed: the same
 
 Smaller matmuls lose whole waves of tiles, and weights are read once a piece; both are in the clock of
-the device (cluster/device.py). Where a matmul is shorter than its copy, part of the rows is moved by the
-kernel that sums and norms: the share was measured by size, not modelled.
+the device (cluster/device.py). Where that costs more, or a matmul is shorter than its copy, part of the rows
+is moved by the kernel that sums and norms: the share was measured by size, not modelled. All of them leave
+the matmul in one piece.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ COPIES = 0.92
 HOP_BASE, HOP_SHARE = 2.6e-6, 0.92
 # Rows that kernels move, by bytes that a rank pulls: (up to, of a gather, of a scatter).
 DIRECT = ((8 << 20, 1.0, 1.0), (16 << 20, 1.0, 0.25))
+PIECE = 512  # rows; shorter pieces of matmuls were not measured, and are not made
 SIGNAL = 3.6e-6  # a put and its wait between two kernels
 GAIN = 1.03  # less is within the error of a prediction: the collectives stay
 PUSHED = 1.6  # a kernel's loads and stores beside its own work, against a copy's rate
@@ -98,21 +100,27 @@ def _ring(event: Event, shape: Shape, found: Found, blocking: float, peers: Peer
     others = rows - own
     nbytes = shape.nbytes(0) * (peers.n - 1)
     whole, pieces = compute(rows), compute(own) + (peers.n - 1) * compute(others // (peers.n - 1))
-    share, exposed = 0.0, max(0.0, WAKE + nbytes / peers.rate - compute(own))
-    if exposed:
-        share = _measured(event.kind, nbytes)
-    if share:
+
+    def seconds(share: float) -> tuple[float, float]:
+        """(all of it, exposed) where kernels move `share` of the rows; all of them need no pieces."""
+        if share == 1:
+            exposed = 2 * SIGNAL + nbytes / (peers.rate * PUSHED)
+            return whole + exposed, exposed
         left = own + share * others
-        exposed = 2 * SIGNAL + share * nbytes / (peers.rate * PUSHED)
-        exposed += max(0.0, WAKE + (1 - share) * nbytes / peers.rate - compute(round(left))) * (
-            share < 1
-        )
+        exposed = max(0.0, WAKE + (1 - share) * nbytes / peers.rate - compute(round(left)))
+        if share:
+            exposed += 2 * SIGNAL + share * nbytes / (peers.rate * PUSHED)
+        return max(whole, pieces) + exposed, exposed
+
+    measured = _measured(event.kind, nbytes)
+    share = min((0.0, measured), key=seconds) if own >= PIECE or not measured else 1.0
+    total, exposed = seconds(share)
     return Overlapped(
         region=event.site.name,
         form=f"{RING} {share:g}",
         sites=(event.site.name,),
         nodes=len(event.matmuls),
-        seconds=max(whole, pieces) + exposed,
+        seconds=total,
         whole=whole + blocking,
         exposed=exposed,
     )
