@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import plait
+from plait.runtime.streams import Start, Wait
 from plait.runtime.transport import Transport
 from tests import zoo
 from tests.compare import demand, differences, digest, within
@@ -37,19 +38,26 @@ def call(group: Any, name: str, overlap: Any, sleeps: int = 0) -> tuple[dict[str
 
 @contextmanager
 def _sleeps(dice: random.Random, on: int) -> Iterator[None]:
-    """Moves that take a random time more; the workers are shared, so they are put back."""
-    run = Transport.run
+    """Moves take a random time more, and so does what starts and awaits them; the workers are shared, so
+    they are put back."""
+    slowed = ((Transport, "run"), (Start, "forward"), (Wait, "forward"))
+    before = [getattr(owner, name) for owner, name in slowed]
 
-    def slow(self: Transport, *args: Any) -> torch.Tensor:
-        time.sleep(dice.random() * 2e-3)
-        return run(self, *args)
+    def slow(run: Any) -> Any:
+        def slowly(*args: Any) -> Any:
+            time.sleep(dice.random() * 1e-3)
+            return run(*args)
 
-    if on:
-        Transport.run = slow  # type: ignore[method-assign]
+        return slowly
+
     try:
+        for (owner, name), run in zip(slowed, before, strict=True):
+            if on:
+                setattr(owner, name, slow(run))
         yield
     finally:
-        Transport.run = run  # type: ignore[method-assign]
+        for (owner, name), run in zip(slowed, before, strict=True):
+            setattr(owner, name, run)
 
 
 def close(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
@@ -76,14 +84,72 @@ def test_forced_chunks_give_what_none_give(pool: Pool, name: str, n: int, count:
     demand(close(cut[0][0], whole[0][0]), about=f"{name} on {n} ranks in {count} chunks")
 
 
-def slow_and_quick(group: Any, seed: int) -> str:
-    return call(group, "llama", 3, seed)[1]
+def many(group: Any, count: int) -> set[str]:
+    """The digests of `count` steps, in each of which ranks and streams are held up otherwise."""
+    model, args, kwargs = zoo.build("llama", layers=1)
+    compiled = plait.compile(model.double(), args, kwargs, group=group, pp=1, training=True, overlap=3)
+    assert compiled.plan.overlaps
+    found = set()
+    for seed in range(1, count + 1):
+        compiled.zero_grad()
+        with _sleeps(random.Random(seed * 97 + torch.distributed.get_rank(group)), seed):
+            out = compiled(*args, **kwargs)
+            out.logits.square().sum().backward()
+        found.add(digest({"out": out.logits.detach(), **compiled.gradients()}))
+    return found
 
 
-@pytest.mark.full
-def test_timing_changes_no_bit(pool: Pool) -> None:
-    digests = {d for seed in range(5) for d in pool.run(slow_and_quick, 2, seed, timeout=240.0)}
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.full)])
+def test_timing_changes_no_bit(pool: Pool, count: int) -> None:
+    digests = set[str]().union(*pool.run(many, 2, count, timeout=240.0))
     assert len(digests) == 1
+
+
+class Pair(nn.Module):
+    """A block over a batch and a sequence that differ from call to call, and a width that does not."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.norm, self.first = nn.LayerNorm(width), Wide(width)
+        self.second = Wide(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+def dynamic(group: Any, names: dict[int, str], shapes: list[tuple[int, int]], count: int) -> bool:
+    """Calls of many sizes, forward and backward, against the module itself; whether anything was in chunks."""
+    torch.manual_seed(0)
+    model = Pair().double()
+    example = torch.randn(6, 10, 12, dtype=torch.float64)
+    compiled = plait.compile(
+        model, (example,), group=group, pp=1, training=True, overlap=count, dynamic={"x": names}
+    )
+    for batch, length in shapes:
+        x = torch.randn(batch, length, 12, dtype=torch.float64)
+        for module in (model, compiled):
+            module.zero_grad()
+        got, want = compiled(x), model(x)
+        demand(differences(got.detach(), want.detach()), about=f"{batch} x {length}")
+        for out in (got, want):
+            out.cos().sum().backward()
+        own = {name: p.grad for name, p in model.named_parameters()}
+        demand(differences(compiled.gradients(), own), about=f"gradients of {batch} x {length}")
+    woven = [n for n, _ in compiled._first.module.named_modules() if n.endswith(".start")]
+    return bool(woven)
+
+
+DYNAMIC = [  # of the two outer dims one, the other, or both are dynamic
+    ({0: "batch"}, [(6, 10), (1, 10), (5, 10)]),
+    ({1: "length"}, [(6, 10), (6, 3), (6, 17)]),
+    ({0: "batch", 1: "length"}, [(6, 10), (3, 7), (1, 2)]),
+]
+
+
+@pytest.mark.parametrize(("names", "shapes"), DYNAMIC)
+def test_sizes_that_differ_from_call_to_call(pool: Pool, names: Any, shapes: Any) -> None:
+    """Chunks are of a factor whose size is known: of the other dim, or of the width."""
+    assert pool.run(dynamic, 2, names, shapes, 3, timeout=120.0) == [True] * 2
 
 
 class Wide(nn.Module):
