@@ -8,12 +8,12 @@ PROMPT ?= What is the capital of France?
 NPROC  ?= 2
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all lint unit gloo install clean
+.PHONY: demo test test-all lint unit lockstep gloo install clean
 
 demo: install
 	$(BIN)/plait run smollm2 --nproc $(NPROC) --prompt "$(PROMPT)"
 
-test: lint unit gloo
+test: lint unit lockstep gloo
 
 test-all: lint
 	$(PYTEST) tests -m "not gpu" --durations=20 2>&1 | tee tests/full.txt
@@ -24,6 +24,10 @@ lint: install
 
 unit: install
 	$(PYTEST) tests/unit -m "not full and not gpu" --thin 32 -q
+
+# Whole programs on pretend ranks, which run in lockstep in one process.
+lockstep: install
+	$(PYTEST) tests/lockstep -m "not full and not gpu" --thin 32 -q
 
 gloo: install
 	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 12 -q

@@ -19,7 +19,7 @@ from plait.passes.overlap.check import check
 from plait.passes.overlap.schedule import COMM, Item, Launch, Record, Schedule, Wait, schedule, slot
 from tests import pretend
 from tests.cases import CASES
-from tests.unit.test_overlap_forced import forced
+from tests.lockstep.test_overlap_forced import forced
 
 MOST = 12  # faults of a program: the adversary tries every launch against each
 PROGRAMS = ("b01_bias_after_the_sum", "b43_chain_of_collectives", "b62_blocks_in_three_dims")
