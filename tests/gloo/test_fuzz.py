@@ -19,18 +19,24 @@ from tests.gloo import prove
 from tests.gloo.harness import Pool
 
 CLOSE = within(1e-9, 1e-10)
-RUNS = (("pp2/2", "1f1b"), ("tp2xpp2/4", "gpipe"), ("pp3/3", "zero-bubble"))
+RUNS = (
+    ("pp2/2", "1f1b", "off"),
+    ("tp2xpp2/4", "gpipe", "off"),
+    ("pp3/3", "zero-bubble", "off"),
+    ("pp2/4", "1f1b", "full"),
+)
 SEEDS = 96  # in the full matrix
 FOUND = (9, 22, 28, 46)  # seeds that were wrong once
 
 
-def random_pipeline(group: Any, seed: int, mesh: str, schedule: str) -> int:
+def random_pipeline(group: Any, seed: int, mesh: str, schedule: str, recompute: str) -> int:
     """How many micro-batches it had."""
     setup, at = recipe(seed, batch=4), Mesh.parse(mesh)
     want = plain(setup)
     parts = plait.compile(
         setup.model, setup.args, tp=at.tp, pp=at.pp, micro_batches=at.micro_batches or 1,
         group=group, cluster=prove.free(at.size), measure=False, training=True, schedule=schedule,
+        recompute=recompute,
     )  # fmt: skip
     about = f"{mesh} {schedule}\n{setup.model}\n"
     got = replace(prove.run(parts, setup, True), buffers=want.buffers)
@@ -49,5 +55,5 @@ def random_pipeline(group: Any, seed: int, mesh: str, schedule: str) -> int:
 
 @pytest.mark.parametrize("seed", [*FOUND, *range(100, 100 + SEEDS)])
 def test_a_random_model_as_a_pipeline(pool: Pool, seed: int) -> None:
-    mesh, schedule = RUNS[seed % len(RUNS)]
-    assert len(set(pool.run(random_pipeline, Mesh.parse(mesh).size, seed, mesh, schedule))) == 1
+    mesh, *how = RUNS[seed % len(RUNS)]
+    assert len(set(pool.run(random_pipeline, Mesh.parse(mesh).size, seed, mesh, *how))) == 1

@@ -11,6 +11,7 @@ from plait.rules.facts import pattern_of
 from tests import pretend
 from tests.compare import demand, discrepancies, plain, within
 from tests.fuzz import recipe
+from tests.unit.test_overlap_forced import forced, left_whole, prove
 
 SEEDS = 200  # in the full matrix; every run takes a few of them
 
@@ -25,6 +26,14 @@ def test_a_random_model_is_right_on_every_rank(seed: int) -> None:
         for rank, got in enumerate(pretend.run(divided, setup, train=True)):
             lines = discrepancies(got, want, within(1e-9, 1e-10))
             demand(lines, about=f"rank {rank} of {n}\n{setup.model}\n{divided.plan()}\n")
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_random_model_in_chunks(seed: int) -> None:
+    setup, n, count = recipe(seed), 2 + seed % 2, 2 + seed % 3
+    planned = forced(pretend.trace(setup, training=True), n, count)
+    demand(list(left_whole(planned, n, count)), about=str(setup.model))
+    prove(planned, setup, n, True, plain(setup), within(1e-9, 1e-10))
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
