@@ -43,7 +43,7 @@ def compiled(model: nn.Module, args: Any, mesh: Any, group: Any, **options: Any)
 
 
 def replica_of(parts: plait.Compiled) -> int:
-    return parts._holdings.seat.replicas.number
+    return parts.replica
 
 
 def averaged(model: nn.Module, batches: list[Tensor], loss: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Agreement:
         alone = group is None or dist.get_world_size(group) == 1
         self._watch = None if alone else Watch(group, device.type)
         self._called = False
-        self._rank = 0 if alone else dist.get_rank(group)
+        self.rank = 0 if alone else dist.get_rank(group)
         self._size = 1 if alone else dist.get_world_size(group)
         self._replicas = [list(range(self._size))]
 
@@ -43,16 +43,16 @@ class Agreement:
     @property
     def leads(self) -> bool:
         """Rank 0, whose choices all others take."""
-        return self._rank == 0
+        return self.rank == 0
 
     @property
     def plans(self) -> bool:
         """The rank whose plans this rank's replica takes."""
-        return self._mates[0] == self._rank
+        return self._mates[0] == self.rank
 
     @property
     def _mates(self) -> list[int]:
-        return next(ranks for ranks in self._replicas if self._rank in ranks)
+        return next(ranks for ranks in self._replicas if self.rank in ranks)
 
     def call(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, count, product
 from math import prod
@@ -51,6 +51,27 @@ def whole(shape: tuple[int, ...]) -> Part:
 
 def part_shape(part: Part) -> tuple[int, ...]:
     return tuple(sum(hi - lo for lo, hi in ranges) for ranges in part)
+
+
+def take(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The part in memory of its own, even where it is the whole tensor."""
+    out = torch.empty(part_shape(part), dtype=tensor.dtype, device=tensor.device)
+    for ranges in product(*(_moves(dim) for dim in part)):
+        source, target = tensor, out
+        for dim, (lo, hi, at) in enumerate(ranges):
+            source = source.narrow(dim, lo, hi - lo)
+            target = target.narrow(dim, at, hi - lo)
+        target.copy_(source)
+    return out
+
+
+def _moves(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Each range, and where it begins in the part."""
+    moves, at = [], 0
+    for lo, hi in ranges:
+        moves.append((lo, hi, at))
+        at += hi - lo
+    return moves
 
 
 # --- reading --------------------------------------------------------------------------------
@@ -246,11 +267,11 @@ def write(
         for name, group in zip(names, groups, strict=True):
             temporary = folder / f".{name}.{os.getpid()}.part"
             written.append((temporary, folder / name))
-            _write_file(temporary, group, stream)
+            write_file(temporary, group, stream)
         if len(groups) > 1:
             temporary = folder / f".{INDEX}.{os.getpid()}.part"
             written.append((temporary, folder / INDEX))
-            _write_text(temporary, _index(specs, dict(zip(names, groups, strict=True))))
+            write_text(temporary, _index(specs, dict(zip(names, groups, strict=True))))
         for temporary, final in written:
             os.replace(temporary, final)
     finally:
@@ -269,14 +290,14 @@ def _shards_of(index: Path) -> list[str]:
     return sorted(n for n in names if Path(n).name == n)
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _write_file(path: Path, specs: Mapping[str, Spec], stream: Iterator[torch.Tensor]) -> None:
+def write_file(path: Path, specs: Mapping[str, Spec], stream: Iterator[torch.Tensor]) -> None:
     ends = list(accumulate(s.bytes for s in specs.values()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for (name, spec), end in zip(specs.items(), ends, strict=True):

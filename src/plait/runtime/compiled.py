@@ -17,14 +17,14 @@ from plait.asked import check_device
 from plait.capture.join import shapes
 from plait.capture.loss import NO_LOSS, Loss
 from plait.capture.state import State
-from plait.errors import InputError, NotYetError
+from plait.errors import InputError, NotYetError, WeightError
 from plait.passes.microbatch import MOST
 from plait.passes.partition import Share
 from plait.plan.plan import Plan
 from plait.program import Weight
 from plait.report.explain import explain
 from plait.rules.moves import Cut, Step, only_own
-from plait.runtime import checkpoint, gradient, optimizers
+from plait.runtime import checkpoint, gradient, optimizers, saving
 from plait.runtime.actions import SALT
 from plait.runtime.agree import Agreement
 from plait.runtime.executor import Executable
@@ -35,10 +35,11 @@ from plait.runtime.pipeline import Pipeline
 from plait.runtime.places import Places
 from plait.runtime.programs import Programs
 from plait.runtime.replicas import Replicas
+from plait.runtime.sharded import Sharded, remove
 from plait.runtime.staging import Seat
 from plait.runtime.step import Gathered, on_the_output, with_target, without_target
 from plait.runtime.transport import Transport
-from plait.runtime.weights import Tensors, locate
+from plait.runtime.weights import Loading, Tensors, locate, open_source
 
 Values = Mapping[str, Tensor]  # whole buffers by name
 Recompile = Callable[..., Any]  # see compiler/job.py
@@ -245,6 +246,11 @@ class Compiled(nn.Module):
         return self._first.planned.plan
 
     @property
+    def replica(self) -> int:
+        """Which of the `dp` replicas this rank belongs to, from 0: whose batch it passes."""
+        return self._replicas.number
+
+    @property
     def _first(self) -> Executable:
         return self._programs.first
 
@@ -312,16 +318,17 @@ class Compiled(nn.Module):
         with self._agreement.step("load_state_dict"), torch.no_grad():
             source = Tensors(state)
             source = source if strict else Tensors(_known(state, weights))
-            loading = locate(_within(weights, state, strict), source=source)
-            rank = self._transport.rank
-            live = self._live()
-            held = [(w, cut) for w, cut in self._holdings.weights() if w.name in live]
-            parts = {w.name: part_of(w, cut, rank) for w, cut in held}
-            for name, value in loading.load(parts).items():
-                live[name].copy_(value)
+            self._take(locate(_within(weights, state, strict), source=source))
         missing = [n for n in self._state_names if n not in state]
         extra = [n for n in state if n not in self._state_names]
         return nn.modules.module._IncompatibleKeys(missing, extra)
+
+    def _take(self, loading: Loading) -> None:
+        """This rank's rows of what was found."""
+        rank, live = self._transport.rank, self._live()
+        held = [(w, cut) for w, cut in self._holdings.weights() if w.name in live]
+        for name, value in loading.load({w.name: part_of(w, c, rank) for w, c in held}).items():
+            live[name].copy_(value)
 
     def _load_from_state_dict(  # type: ignore[override]
         self,
@@ -376,19 +383,68 @@ class Compiled(nn.Module):
             w.name for w, _ in self._holdings.weights() if w.name not in self._state_names
         ]
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """One whole safetensors checkpoint, written by rank 0; all ranks must come.
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        """A checkpoint, in place of the one that is there once it is whole; all ranks must come.
 
-        InputError: there can be no such folder.
+        One whole safetensors checkpoint, written by rank 0; with `sharded`, or an optimizer, every rank writes
+        its own rows into the folder, which all ranks share. InputError: there can be no such folder,
+        or the optimizer's state is not one that can be cut for another mesh.
         """
         self._agreement.meet("save")
         with self._agreement.step("save"):
             checkpoint.prepare(folder, makes=self._is_first)
+        if sharded or optimizer is not None:
+            with torch.no_grad():
+                saving.save(Path(folder), self._held(), optimizer, self._agreement, self._agreement.rank)
+            return
         state = self.state_dict(rank0_only=True)
         with self._agreement.step("save"):
             if self._is_first:
                 specs = {n: checkpoint.Spec(tuple(t.shape), t.dtype) for n, t in state.items()}
                 checkpoint.write(Path(folder), specs, state.values())
+                remove(Path(folder))
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        trusted: bool = False,
+        prefix: str = "",
+    ) -> None:
+        """What any mesh has saved, the optimizer's state included; each rank reads its own rows.
+
+        `optimizer`: made for this module, of the same class and groups as the one that was saved; it takes
+        the saved options, too. `trusted`: the folder may be one of torch.distributed.checkpoint, whose
+        metadata is a pickle; its weights are read, whose names begin with `prefix`, and its optimizer's state
+        is not. WeightError, InputError: names or shapes are not those of the module.
+        """
+        weights = [w for w, _ in self._holdings.weights()]
+        with self._agreement.step("load"), torch.no_grad():
+            source = open_source(folder, trusted, prefix)
+            self._take(locate(_within(weights, {}, True), source=source))
+            if optimizer is not None:
+                if not isinstance(source, Sharded):
+                    raise WeightError(f"{folder} holds no optimizer: save(folder, optimizer) writes one")
+                saving.load_optimizer(source.index, self._held(), optimizer)
+
+    def _held(self) -> list[saving.Held]:
+        """What is saved; the ranks that hold the same rows take turns in writing them."""
+        live, stages = self._live(), self._holdings.stages
+        rank, tp, replicas = self._transport.rank, self._transport.size, self._replicas
+        out = []
+        for i, (weight, cut) in enumerate(self._holdings.weights()):
+            if weight.name in live and _saved(weight):
+                turn = i % replicas.count == replicas.number and (cut is not None or i % tp == rank)
+                writes = turn and (stages is None or stages.counts(weight.name))
+                out.append(saving.Held(weight, cut, rank, live[weight.name], writes))
+        return out
 
     # -- norms -------------------------------------------------------------------------------------
 
@@ -442,8 +498,12 @@ def _known(state: Mapping[str, Tensor], weights: Sequence[Weight]) -> dict[str, 
 
 
 def _within(weights: Sequence[Weight], state: Mapping[str, Tensor], strict: bool) -> list[Weight]:
-    saved = [w for w in weights if w.kind == "parameter" or (w.kind == "buffer" and w.persistent)]
+    saved = [w for w in weights if _saved(w)]
     return saved if strict else [w for w in saved if any(n in state for n in w.names)]
+
+
+def _saved(weight: Weight) -> bool:
+    return weight.kind == "parameter" or (weight.kind == "buffer" and weight.persistent)
 
 
 def _counted(grad: Tensor, cut: Cut | None, rank: int) -> Tensor | None:

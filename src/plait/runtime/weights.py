@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +21,10 @@ from torch import nn
 
 from plait.errors import WeightError
 from plait.program import Weight
-from plait.runtime.checkpoint import Checkpoint, Part, Spec, part_shape, whole
+from plait.runtime.checkpoint import Checkpoint, Part, Spec, take, whole
+from plait.runtime.pickled import Pickled, is_pickled
 from plait.runtime.rebuild import attribute, recompute
+from plait.runtime.sharded import Sharded, is_sharded
 
 
 class Source(Protocol):
@@ -60,30 +61,28 @@ class Tensors:
         return take(tensor, part if part is not None else whole(tuple(tensor.shape)))
 
 
-def open_source(weights: str | os.PathLike[str] | Mapping[str, torch.Tensor]) -> Source:
-    """A safetensors file, a folder of them, or a state dict."""
-    return Tensors(weights) if isinstance(weights, Mapping) else Checkpoint(weights)
+def open_source(
+    weights: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+    trusted: bool = False,
+    prefix: str = "",
+) -> Source:
+    """A safetensors file, a folder of them, a sharded checkpoint, or a state dict.
 
-
-def take(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The part in memory of its own, even where it is the whole tensor."""
-    out = torch.empty(part_shape(part), dtype=tensor.dtype, device=tensor.device)
-    for ranges in product(*(_moves(dim) for dim in part)):
-        source, target = tensor, out
-        for dim, (lo, hi, at) in enumerate(ranges):
-            source = source.narrow(dim, lo, hi - lo)
-            target = target.narrow(dim, at, hi - lo)
-        target.copy_(source)
-    return out
-
-
-def _moves(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Each range, and where it begins in the part."""
-    moves, at = [], 0
-    for lo, hi in ranges:
-        moves.append((lo, hi, at))
-        at += hi - lo
-    return moves
+    `trusted`: a folder of torch.distributed.checkpoint is read too, which runs what is pickled in it;
+    `prefix`: of the weights' names there.
+    """
+    if isinstance(weights, Mapping):
+        return Tensors(weights)
+    if is_sharded(weights):
+        return Sharded(weights)
+    if not is_pickled(weights):
+        return Checkpoint(weights)
+    if not trusted:
+        raise WeightError(
+            f"weights {weights} are a folder of torch.distributed.checkpoint, and to read one is to run what is "
+            "pickled in it: compiled.load(folder, trusted=True) does, for a folder that you trust"
+        )
+    return Pickled(weights, prefix)
 
 
 @dataclass(frozen=True)

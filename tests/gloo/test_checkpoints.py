@@ -1,0 +1,175 @@
+"""Sharded checkpoints with the optimizer's state, from any mesh to any other; training goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.errors import InputError, WeightError
+from tests.compare import EXACT, demand, differences, within
+from tests.gloo import prove
+from tests.gloo.harness import Pool
+
+Mesh = tuple[int, int, int]  # tp, pp, dp
+
+
+class Small(nn.Module):
+    """Widths that nothing divides, tied weights, a norm's buffer that moves, an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 7)
+        self.up, self.down = nn.Linear(7, 11), nn.Linear(11, 7)
+        self.more, self.less = nn.Linear(7, 5), nn.Linear(5, 7)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.table.weight
+        self.idle = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.full((7,), 0.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) * self.scale
+        x = x + self.down(torch.tanh(self.up(x)))
+        return self.head(x + self.less(torch.tanh(self.more(x))))
+
+
+def made(mesh: Mesh, group: Any) -> tuple[plait.Compiled, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    tp, pp, dp = mesh
+    parts = plait.compile(
+        Small().double(), (batch(0)[:6],), tp=tp, pp=pp, dp=dp, training=True, measure=False,
+        group=group, cluster=prove.free(tp * pp * dp),
+    )  # fmt: skip
+    named = dict(parts.named_parameters())
+    groups = [
+        {"params": [p for n, p in named.items() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for n, p in named.items() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return parts, torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95))
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(13, (6, 4), generator=torch.Generator().manual_seed(step))
+
+
+def train(parts: Any, optimizer: Any, first: int, last: int, dp: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        own = batch(step).chunk(dp)[parts.replica]
+        optimizer.zero_grad()
+        loss, _ = parts.step(own, target=own, loss_fn=score)
+        plait.clip_grad_norm_(parts, 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def score(out: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(out.flatten(0, 1), ids.flatten())
+
+
+def saved(group: Any, mesh: Mesh, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Two steps, a save, two more: the losses after it, and what the weights came to."""
+    parts, optimizer = made(mesh, group)
+    train(parts, optimizer, 0, 2, mesh[2])
+    optimizer.param_groups[0]["lr"] = 0.02  # a schedule's
+    parts.save(folder, optimizer)
+    return train(parts, optimizer, 2, 4, mesh[2]), dict(parts.state_dict())
+
+
+def went_on(
+    group: Any, mesh: Mesh, folder: str, losses: list[float], state: dict[str, Tensor], exact: bool
+) -> None:
+    parts, optimizer = made(mesh, group)
+    parts.load(folder, optimizer)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.02, 0.01]
+    got = train(parts, optimizer, 2, 4, mesh[2])
+    close = EXACT if exact else within(1e-7, 1e-9)
+    demand(
+        differences(torch.tensor(got), torch.tensor(losses), "losses", close),
+        differences(dict(parts.state_dict()), state, "state", close),
+        about=f"{mesh}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        ((2, 2, 1), [(2, 2, 1), (3, 1, 1), (1, 1, 1), (1, 2, 2)]),
+        ((1, 1, 3), [(1, 1, 3), (2, 1, 1)]),
+        pytest.param((3, 1, 1), [(2, 1, 2), (1, 3, 1)], marks=pytest.mark.full),
+    ],
+)
+def test_training_goes_on_on_another_mesh(
+    pool: Pool, tmp_path: Path, source: Mesh, targets: list[Mesh]
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    (losses, state), *_ = pool.run(saved, source[0] * source[1] * source[2], source, folder)
+    for target in targets:
+        size = target[0] * target[1] * target[2]
+        pool.run(went_on, size, target, folder, losses, state, target == source)
+
+
+def as_weights(group: Any, folder: str, state: dict[str, Tensor]) -> None:
+    """A sharded folder is read by compile, too; a whole save takes its place."""
+    with torch.device("meta"):
+        empty = Small().double()
+    parts = plait.compile(
+        empty, (batch(0),), tp=3, weights=folder, group=group, measure=False, cluster=prove.free(3)
+    )
+    demand(differences(dict(parts.state_dict()), state, "state", EXACT), about="weights=")
+    parts.save(folder)
+    parts.load(folder)
+    demand(differences(dict(parts.state_dict()), state, "state", EXACT), about="whole")
+
+
+def written(group: Any, mesh: Mesh, folder: str) -> dict[str, Tensor]:
+    parts, _ = made(mesh, group)
+    parts.save(folder, sharded=True)
+    return dict(parts.state_dict())
+
+
+def test_a_sharded_folder_is_weights(pool: Pool, tmp_path: Path) -> None:
+    state, *_ = pool.run(written, 4, (2, 1, 2), str(tmp_path))
+    assert len(list(tmp_path.glob("shard-1-*.safetensors"))) > 1, "one rank wrote everything"
+    pool.run(as_weights, 3, str(tmp_path), state)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def refused(group: Any, folder: str, what: str) -> None:
+    parts, optimizer = made((2, 1, 1), group)
+    if what == "no optimizer":
+        parts.save(folder, sharded=True)
+        parts.load(folder, optimizer)
+    if what == "other groups":
+        parts.save(folder, optimizer)
+        parts.load(folder, torch.optim.AdamW(parts.parameters()))
+    if what == "a stranger":
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 3))]})
+        parts.save(folder, optimizer)
+    if what == "a state of another shape":
+        for p in optimizer.param_groups[0]["params"]:
+            optimizer.state[p]["row"] = torch.ones(2)
+        parts.save(folder, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("no optimizer", WeightError, "holds no optimizer"),
+        ("other groups", InputError, "1 groups, saved were 2"),
+        ("a stranger", InputError, r"a parameter \[2, 3\] of it is none of the module"),
+        ("a state of another shape", InputError, r"row of table.weight is \[2\], the weight here"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(
+    pool: Pool, tmp_path: Path, what: str, kind: type[Exception], words: str
+) -> None:
+    for failure in pool.errors(refused, 2, str(tmp_path), what):
+        assert isinstance(failure.error, kind), failure.traceback
+        assert re.search(words, failure.message), failure.message
