@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import plait
 from plait.capture import capture
 from plait.errors import CaptureError
 from plait.program import Program, run_whole
@@ -218,3 +219,20 @@ def test_wrong_names_of_sizes(dynamic: dict[str, Any], words: str) -> None:
 
     with pytest.raises(CaptureError, match=words):
         capture(Named(), (torch.randn(2, 3),), dynamic=dynamic)
+
+
+# -- inputs that are one tensor ------------------------------------------------------------------------
+
+
+def test_one_tensor_given_twice_is_two_inputs() -> None:
+    """The example's labels may be its tokens; those of another call are not."""
+
+    class Minus(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x.sin() - y.cos()
+
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    program = capture(Minus(), (x, x))
+    assert all(n.users for n in program.graph.nodes if n.op == "placeholder")
+    parts = plait.compile(Minus(), (x, x), tp=1)
+    assert torch.equal(parts(x, y), x.sin() - y.cos())

@@ -59,7 +59,7 @@ class Call:
             _example(x, device, dims) if isinstance(x, torch.Tensor) else x
             for (_, x), dims in zip(self.leaves, self.dims, strict=True)
         ]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = pytree.tree_unflatten(_apart(leaves), self.spec)
         return args, kwargs
 
     def dynamic_shapes(self) -> dict[str, Any] | None:
@@ -120,6 +120,17 @@ def _example(x: torch.Tensor, device: torch.device | None, dims: dict[int, str])
     shape = [2 if d in small else int(s) for d, s in enumerate(x.shape)]
     new = torch.empty(shape, dtype=x.dtype, device=device if moved else x.device)
     return new.requires_grad_(x.requires_grad)
+
+
+def _apart(leaves: list[Any]) -> list[Any]:
+    """A tensor that is given twice is two inputs, or export would read both from one of them: another call
+    may well give two tensors (labels that are the tokens in the example)."""
+    out, seen = [], set[int]()
+    for x in leaves:
+        again = isinstance(x, torch.Tensor) and id(x) in seen
+        seen.add(id(x))
+        out.append(x.detach().clone().requires_grad_(x.requires_grad) if again else x)
+    return out
 
 
 # -- dynamic sizes -------------------------------------------------------------------------------------
