@@ -60,7 +60,7 @@ def check_processes(nproc: int, pp: int, algorithm: str) -> None:
 
 def check_sites(algorithm: str | Mapping[str, str], plan: Plan) -> None:
     """InputError where `algorithm` names collectives that the plan has not."""
-    sites = {p.name for p in plan.collectives}
+    sites = {p.name for p in (*plan.collectives, *([plan.gradients] if plan.gradients else []))}
     unknown = [name for name in algorithm if name not in sites] if not isinstance(algorithm, str) else []
     if unknown:
         raise InputError(

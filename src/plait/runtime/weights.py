@@ -21,7 +21,7 @@ from torch import nn
 
 from plait.errors import WeightError
 from plait.program import Weight
-from plait.runtime.checkpoint import Checkpoint, Part, Spec, take, whole
+from plait.runtime.checkpoint import Checkpoint, Part, Spec, part_shape, take, whole
 from plait.runtime.pickled import Pickled, is_pickled
 from plait.runtime.rebuild import attribute, recompute
 from plait.runtime.sharded import Sharded, is_sharded
