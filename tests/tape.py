@@ -26,7 +26,7 @@ from plait.plan.direct import RING
 from plait.plan.plan import Overlapped
 from plait.plan.planner import Planned
 from plait.rules.moves import count
-from plait.runtime import direct, pieces
+from plait.runtime import direct_calls, pieces
 from plait.runtime.executor import executable
 from plait.runtime.handshake import Handshake, Reach
 from plait.runtime.symmetric import Workspace
@@ -199,7 +199,7 @@ def _one(planned: Planned, n: int, share: float, tape: Tape, workspace: Workspac
     kernels.sum_norm = tape.sum_norm  # type: ignore[attr-defined]
     with ExitStack() as stack:
         stack.enter_context(patch.dict(sys.modules, {"plait.runtime.kernels.norm": kernels}))
-        for module in (pieces, direct):
+        for module in (pieces, direct_calls):
             stack.enter_context(patch.object(module, "Lane", tape))
         made = executable(planned, still, cpu, still.arena if workspace is None else lambda *_: workspace)
         feed = _feed(made.local, planned)

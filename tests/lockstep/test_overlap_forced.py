@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from plait.errors import PlaitError
+from plait.passes.overlap.arrange import arranged
 from plait.passes.overlap.check import check
 from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.schedule import Schedule, schedule
-from plait.passes.overlap.weave import arranged
 from plait.plan import planner
 from plait.plan.planner import Planned
 from plait.program import Program

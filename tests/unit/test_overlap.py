@@ -11,13 +11,14 @@ from dataclasses import replace
 import pytest
 
 from plait.errors import PlanError, ScheduleError
+from plait.passes.overlap.arrange import arranged
 from plait.passes.overlap.check import check
 from plait.passes.overlap.chunks import Form, covered, cut, spans
 from plait.passes.overlap.flow import Flow
 from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.schedule import COMM, Item, Launch, Schedule, Wait, schedule
 from plait.passes.overlap.timeline import Span, Timeline
-from plait.passes.overlap.weave import arranged, weave, within
+from plait.passes.overlap.weave import weave, within
 from plait.plan import overlaps
 from plait.plan.plan import Overlapped
 from plait.rules.equation import Factor

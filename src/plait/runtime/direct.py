@@ -20,25 +20,15 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from plait.passes import ops
 from plait.passes.norms import drop_unread
 from plait.passes.partition import Local, Site
 from plait.passes.rings import Event, Few, Found, normed, only_norm
 from plait.rules.moves import count
-from plait.runtime.copy_engine import Lane, Pulled
-from plait.runtime.pieces import (
-    Linear,
-    Ring,
-    finish,
-    gather_matmul,
-    gathered,
-    matmul_scatter,
-    published,
-    scattered,
-)
+from plait.runtime import direct_calls as calls
+from plait.runtime.pieces import Ring
 from plait.runtime.symmetric import Workspace, bytes_for
 
 Shares = Mapping[str, float]  # site -> the part of its rows that kernels move (pieces.py)
@@ -84,28 +74,7 @@ def norms(graph: fx.Graph) -> None:
     """The norms that are left, as one kernel each."""
     for node in graph.nodes:
         if node.target is ops.add_norm:
-            node.target = add_norm
-
-
-def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kind: Any
-) -> tuple[Tensor, Tensor]:
-    """`ops.add_norm` as one kernel."""
-    from plait.runtime.kernels.norm import sum_norm
-
-    x, rows = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = x if residual is None else torch.empty_like(rows)
-    sum_norm(
-        [flat(x)],
-        None if residual is None else flat(residual.contiguous()),
-        weight,
-        bias,
-        eps=eps,
-        kind=kind,
-        residual_out=None if residual is None else flat(total),
-        rows_out=flat(rows),
-    )
-    return total, rows
+            node.target = calls.add_norm
 
 
 class Call(nn.Module):
@@ -145,9 +114,9 @@ class _Lowering:
                 begin = self._gather(event, order[before.node] if before else -1, tokens, order)
             first = begin if first.op == "output" else first
         with self.graph.inserting_before(first):
-            self._call("open", _open, ())
+            self._call("open", calls.begin, ())
         with self.graph.inserting_before(self.graph.find_nodes(op="output")[0]):
-            self._call("close", _close, ())
+            self._call("close", calls.end, ())
         return self.made
 
     def _call(self, name: str, run: Callable[..., Any], args: Sequence[Any]) -> fx.Node:
@@ -161,10 +130,10 @@ class _Lowering:
         with self.graph.inserting_before(event.node):
             if event.matmuls:
                 x, weight, *bias = event.matmuls[0].args
-                piece = partial(_matmul_scatter, share=share)
+                piece = partial(calls.matmul_scatter, share=share)
                 token = self._call(f"{name}_matmul", piece, (x, weight, *bias))
             else:
-                token = self._call(f"{name}_terms", _scattered, event.node.args)
+                token = self._call(f"{name}_terms", calls.scattered, event.node.args)
         norm = only_norm(event.node)
         if norm is not None:
             shape = own_shape(event.site, self.ring.rows.rank)
@@ -173,7 +142,7 @@ class _Lowering:
         else:
             with self.graph.inserting_before(event.node):
                 shape = own_shape(event.site, self.ring.rows.rank)
-                add = partial(_finish, shape=shape, kind="none", eps=0.0, read=share)
+                add = partial(calls.finish, shape=shape, kind="none", eps=0.0, read=share)
                 both = self._call(f"{name}_sum", add, (token, None, None, None))
                 self._swap(event.node, self.graph.call_function(operator.getitem, (both, 1)))
         return token
@@ -198,7 +167,7 @@ class _Lowering:
             tokens.add(rows)
         push = self.shares[gather.site.name] if gather is not None else None
         keep = _item(norm, 0) is not None
-        run = partial(_finish, shape=shape, kind=kind, eps=eps, read=read, push=push, keep=keep)
+        run = partial(calls.finish, shape=shape, kind=kind, eps=eps, read=read, push=push, keep=keep)
         with self.graph.inserting_before(norm):
             both = self._call(name, run, (source, residual, weight, bias))
         self._swap(norm, both)
@@ -216,17 +185,17 @@ class _Lowering:
                 begin = self._norm(f"{name}_norm", norm, norm.args[0], event, tokens)  # type: ignore[arg-type]
             else:
                 with self.graph.inserting_before(event.node):
-                    begin = token = self._call(f"{name}_rows", _published, (token,))
+                    begin = token = self._call(f"{name}_rows", calls.published, (token,))
         with self.graph.inserting_before(event.node):
             if event.matmuls:
                 weights = [m.args[1:] for m in event.matmuls]
-                run = partial(_gather_matmul, shape=event.site.shape, share=share)
+                run = partial(calls.gather_matmul, shape=event.site.shape, share=share)
                 outs = self._call(f"{name}_matmul", run, (token, *weights))
                 for i, matmul in enumerate(event.matmuls):
                     self._swap(matmul, self.graph.call_function(operator.getitem, (outs, i)))
                 self.graph.erase_node(event.node)
             else:
-                whole = partial(_gathered, shape=event.site.shape)
+                whole = partial(calls.gathered, shape=event.site.shape)
                 self._swap(event.node, self._call(f"{name}_whole", whole, (token,)))
         return begin
 
@@ -246,122 +215,6 @@ def own_shape(site: Site, rank: int) -> tuple[int, ...]:
 def _item(node: fx.Node, index: int) -> fx.Node | None:
     found = [u for u in node.users if u.target is operator.getitem and u.args[1] == index]
     return found[0] if found else None
-
-
-# -- what runs; the first argument is the ring, the order is that of the current stream ---------------
-
-
-def _lane(ring: Ring) -> Lane:
-    return Lane.current(ring.rows.own.device)
-
-
-def _open(ring: Ring) -> None:
-    compute = _lane(ring)
-    for lane in ring.lanes():
-        lane.after(compute.mark())
-    ring.open(compute)
-
-
-def _close(ring: Ring) -> None:
-    compute = _lane(ring)
-    ring.close(compute)
-    compute.after(*(lane.mark() for lane in ring.lanes()))
-
-
-def _matmul_scatter(
-    ring: Ring, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, share: float
-) -> Pulled:
-    return matmul_scatter(ring, flat(x), weight, _lane(ring), share, bias=bias)
-
-
-def _scattered(ring: Ring, terms: Tensor) -> Pulled:
-    return scattered(ring, flat(terms), _lane(ring))
-
-
-def _finish(
-    ring: Ring,
-    source: Pulled | Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    shape: tuple[int, ...] | None,
-    kind: Any,
-    eps: float,
-    read: float = 0.0,
-    push: float | None = None,
-    keep: bool = False,
-) -> tuple[Tensor | None, Pulled | Tensor]:
-    """(sum with the residual, where it is to `keep`; its norm, a token if it is handed on by `push`)."""
-    own = ring.rows.own
-    term = flat(source).contiguous() if isinstance(source, Tensor) else None
-    rows = torch.empty_like(own) if push is None else None
-    total = torch.empty_like(own) if keep or residual is not None else None
-    pulled = finish(
-        ring,
-        None if residual is None else flat(residual).contiguous(),
-        weight,
-        bias,
-        _lane(ring),
-        source if isinstance(source, Pulled) else Pulled({}, {}),
-        eps=eps,
-        kind=kind,
-        residual_out=total,
-        term=term,
-        rows_out=rows,
-        read=read,
-        push=push or 0.0,
-    )
-    if shape is None:
-        assert isinstance(source, Tensor)
-        shape = tuple(source.shape)
-    whole = None if total is None else total.view(shape)
-    return whole, pulled if rows is None else rows.view(shape)
-
-
-def _published(ring: Ring, rows: Tensor) -> Pulled:
-    return published(ring, flat(rows), _lane(ring))
-
-
-def _gather_matmul(
-    ring: Ring, token: Pulled, *weights: Sequence[Any], shape: tuple[int, ...], share: float
-) -> tuple[Any, ...]:
-    """Of each of `weights` its product; of packed ones a tuple of products."""
-    rows = ring.rows.buffer.local.shape[0]
-    linears, outs = list[Linear](), list[Any]()
-    for facts in weights:
-        apart, sizes = _linears(*facts)
-        mine = [Linear(w, w.new_empty(rows, w.shape[0]), b) for w, b in apart]
-        linears += mine
-        products = [linear.out.view(*shape[:-1], -1) for linear in mine]
-        if sizes:
-            outs.append(products if len(products) > 1 else products[0].split(sizes, -1))
-        else:
-            outs += products
-    gather_matmul(ring, linears, _lane(ring), token, share)
-    return tuple(outs)
-
-
-def _linears(
-    weight: Any, bias: Any = None
-) -> tuple[list[tuple[Tensor, Tensor | None]], list[int]]:
-    """(weight, bias) of the matmuls to do, and the columns of each product of a packed one."""
-    if isinstance(weight, Tensor):
-        return [(weight, bias)], []
-    sizes = [w.shape[0] for w in weight]
-    every, shift = ops.joined(weight), ops.joined(bias or ())
-    if every is None or (bias and shift is None):
-        return list(zip(weight, bias or [None] * len(weight), strict=True)), sizes
-    return [(every, shift)], sizes
-
-
-def _gathered(ring: Ring, token: Pulled, *, shape: tuple[int, ...]) -> Tensor:
-    """A copy: the next gather overwrites the ring's."""
-    return gathered(ring, _lane(ring), token).clone().view(shape)
-
-
-def flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 # -- few rows ---------------------------------------------------------------------------------------
@@ -396,7 +249,7 @@ def _few(
             facts = (None, None, None, None, 0.0, "none")
             old, index, keep = few.node, 1, False
         _, *rest, eps, kind = facts
-        made[target] = Call(partial(_one_shot, shot, eps=eps, kind=kind, keep=keep))
+        made[target] = Call(partial(calls.one_shot, shot, eps=eps, kind=kind, keep=keep))
         with graph.inserting_before(old):
             new = graph.call_module(target, (x, *rest))
             if index is not None:
@@ -406,30 +259,3 @@ def _few(
         if norm is not None:
             graph.erase_node(few.node)
     return made
-
-
-def _one_shot(
-    shot: Any,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    kind: Any,
-    keep: bool,
-) -> tuple[Tensor | None, Tensor]:
-    x = x.contiguous()
-    rows = torch.empty_like(x)
-    total = torch.empty_like(x) if keep else None
-    shot.all_reduce_norm(
-        flat(x),
-        None if residual is None else flat(residual).contiguous(),
-        weight,
-        bias,
-        eps=eps,
-        kind=kind,
-        residual_out=None if total is None else flat(total),
-        rows_out=flat(rows),
-    )
-    return total, rows

@@ -4,6 +4,8 @@
     chunks     forms of chunks: rows, parts, blocks; a split in time
     regions    what can run in chunks around the moves, read from the equations
     choose     the best form of every region, by timeline's march of the candidates
+    arrange    the order of nodes and chunks
     weave      the program of a rank with the chosen regions in chunks
     schedule   its launches, events and slots as lines; check proves them for all ranks together
+    races      the same proof for moves in the peers' memory, from what a lowered program does
 """

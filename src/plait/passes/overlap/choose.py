@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from plait.passes.overlap.arrange import arranged
 from plait.passes.overlap.chunks import WHOLE, Form
 from plait.passes.overlap.flow import Edge, Flow
 from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.timeline import Machine, Timeline, blocking, march, script
-from plait.passes.overlap.weave import arranged
 from plait.rules.equation import atoms
 
 COUNTS = (2, 3, 4, 8)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, fx
 
 from plait.cluster.device import Device
+from plait.passes.overlap.arrange import stages
 from plait.passes.overlap.chunks import Chunks, Form
 from plait.passes.overlap.flow import Edge, Flow
 from plait.passes.overlap.regions import Region, heavy
-from plait.passes.overlap.weave import Key, stages
+from plait.passes.overlap.weave import Key
 from plait.rules.equation import Dims, Factor
 from plait.rules.layout import Layout
 from plait.rules.moves import Step
