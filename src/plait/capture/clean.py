@@ -26,11 +26,23 @@ def clean(graph: fx.Graph, training: bool) -> None:
             continue
         if node.target in SPELLINGS:
             node.target = SPELLINGS[node.target]
+        _expanded(node)
         same = _same(node, gradient) or _repeat(graph, node) or _cast_once(node, casts)
         if same is not None:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _expanded(node: fx.Node) -> None:
+    """A result of broadcast_tensors is one of its operands, expanded (losses against a target)."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
+        return
+    operands: Any = source.args[0]
+    x, sizes = operands[node.args[1]], node.meta["val"].shape
+    if same_sizes(x.meta["val"].shape, sizes) or all(isinstance(n, int) for n in sizes):
+        node.target, node.args = aten.expand.default, (x, list(sizes))
 
 
 def _same(node: fx.Node, gradient: set[fx.Node]) -> fx.Node | None:

@@ -154,11 +154,11 @@ class Run:
                 self._forward(action, came)
             case "B":
                 self._backward(action, came)
-                self._queues.pop((action.stage, action.piece)).pay()
+                self._pay(action)
             case "I":
                 self._backward(action, came)
             case "W":
-                self._queues.pop((action.stage, action.piece)).pay()
+                self._pay(action)
 
     def _settle(self, sender: Action) -> None:
         self.stages.channel.settle(self.stages.place(sender.stage), self._at[sender])
@@ -247,15 +247,20 @@ class Run:
             if i in self._grads and k in self.stages.parts(i)
         ]
         pairs += [(kept.made[wire.value], grad) for wire, grad in came.items()]
-        live = [(t, g) for t, g in pairs if t.requires_grad]
-        if live:
-            torch.autograd.backward([t for t, _ in live], [g for _, g in live])
+        self._gradients(action, [(t, g) for t, g in pairs if t.requires_grad])
         gets = self.reached(k).values
         for wire in stage.receives:
             if wire.value in gets:
                 x = kept.received[wire]
                 grad = x.grad if x.grad is not None else torch.zeros_like(x)
                 self._send(grad, wire, Action(wire.source, action.kind, k))
+
+    def _gradients(self, action: Action, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if pairs:
+            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+    def _pay(self, action: Action) -> None:
+        self._queues.pop((action.stage, action.piece)).pay()
 
     def _rows(self, flat: int, grad: Tensor, k: int) -> Tensor:
         """A micro-batch's part of the gradient of an output."""

@@ -1,0 +1,323 @@
+"""Pipelines as predicted and as they run: seconds of a step, bubbles, order of candidates, a trace.
+
+    python -m bench.pipeline                  prints tables; --keep writes bench/results/pipeline.md
+    python -m bench.pipeline --trace FILE     also the events of one step, for ui.perfetto.dev
+
+Stages compute what they always do, and then sleep until as much time has passed as the plan predicts
+for them: so several processes on one core run as devices of their own would, and what is measured is
+the schedule, the messages and the runtime. `--real` sleeps nowhere: two processes of one thread each,
+predicted for the speed at which one process runs the model.
+
+Seconds are from the first action of any place to the end of the last, medians over the steps of a
+run; every candidate runs in the same processes, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import plait
+from plait.cluster import Cluster
+from plait.cluster.device import Device
+from plait.passes import schedule
+from plait.passes.schedule import Action
+from plait.plan.plan import Plan
+from plait.runtime import pipeline as runtime
+from plait.runtime.actions import Run
+from plait.runtime.pipeline import Pipeline
+from plait.runtime.processes import launch
+
+RESULTS = Path(__file__).parent / "results" / "pipeline.md"
+ROWS, WIDTH = 32, 48
+BLOCK = 0.036  # seconds that a layer of the batch takes forward on the sleeping device
+CLOSE = 0.03  # predictions this near each other have no order
+# schedule and micro-batches; "auto" is what `plait.compile` chooses
+CANDIDATES: tuple[tuple[str, int | str], ...] = (
+    ("gpipe", 1), ("gpipe", 4), ("1f1b", 4), ("1f1b", 8), ("interleaved", 4), ("interleaved", 8),
+    ("zero-bubble", 4), ("zero-bubble", 8), ("auto", "auto"),
+)  # fmt: skip
+
+
+# -- the machine and the model --------------------------------------------------------------------------
+
+
+def cluster(places: int, flops: float) -> Cluster:
+    """Devices of so many flops a second, and links of this host."""
+    sleeper = Device("sleeper", "cpu", (("float32", flops),), 1e12, 2**34, 0.0)
+    share = sleeper.tiles[0].share  # of the rate, which matmuls reach
+    device = replace(sleeper, flops=(("float32", flops / share),))
+    return replace(Cluster.parse(f"loopback[{places}]"), device=device)
+
+
+def layers(count: int, uneven: bool, width: int = WIDTH) -> nn.Module:
+    """Linear layers; `uneven`: every fourth is three times as wide inside."""
+    torch.manual_seed(0)
+    out: list[nn.Module] = []
+    for i in range(count):
+        inner = 3 * width if uneven and i % 4 == 0 else width
+        out += [nn.Linear(width, inner), nn.Tanh()]
+        out += [nn.Linear(inner, width)] if inner != width else []
+    return nn.Sequential(*out)
+
+
+def loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).pow(2).mean()
+
+
+# -- measuring ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """What a run takes and took on this rank."""
+
+    each: dict[int, dict[str, float]]  # stage -> kind -> seconds
+    events: list[tuple[str, float, float]]
+
+
+CLOCK = Clock({}, [])
+
+
+class Timed(Run):
+    """A run whose actions sleep until they have taken their time."""
+
+    def _fill(self, action: Action, begin: float) -> None:
+        wanted = CLOCK.each.get(action.stage, {}).get(action.kind, 0.0)
+        time.sleep(max(0.0, begin + wanted - time.monotonic()))
+        CLOCK.events.append((str(action), begin, time.monotonic()))
+
+    def _run(self, opened: Any, index: int, k: int) -> Sequence[Any]:
+        begin = time.monotonic()
+        out = super()._run(opened, index, k)
+        self._fill(Action(index, "F", k), begin)
+        return out
+
+    def _gradients(self, action: Action, pairs: Any) -> None:
+        begin = time.monotonic()
+        super()._gradients(action, pairs)
+        self._fill(action, begin)
+
+    def _pay(self, action: Action) -> None:
+        begin = time.monotonic()
+        super()._pay(action)
+        if action.kind == "W":
+            self._fill(action, begin)
+
+
+def step_plan(parts: Any) -> Plan:
+    """Of the program that a step runs, which holds the loss."""
+    every = [pair for shelf in parts._programs._shelves for pair in shelf.executables]
+    asked, made = next(pair for pair in every if pair[0].asked)
+    assert isinstance(made, Pipeline), made.told(asked)
+    return made.planned.plan
+
+
+def measured(parts: Any, x: Tensor, target: Tensor, steps: int, sleeps: bool) -> dict[str, Any]:
+    """Seconds, bubble and events of the median step; on rank 0 of all places."""
+    CLOCK.each = {}
+    parts.step(x, target=target, loss_fn=loss)
+    staged = step_plan(parts).staged
+    assert staged is not None
+    order = schedule.make(staged.schedule, parts.plan.pp, len(staged.rows) or 1)
+    if sleeps:
+        units = schedule.units()
+        for stage, forward in enumerate(schedule.forward(order, staged.seconds)):
+            CLOCK.each[stage] = {kind: forward * units[kind] for kind in order.kinds}
+    found = []
+    for _ in range(steps):
+        CLOCK.events = []
+        dist.barrier()
+        parts.step(x, target=target, loss_fn=loss)
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, CLOCK.events)
+        begin = min(b for events in every for _, b, _ in events)
+        end = max(e for events in every for _, _, e in events)
+        busy = sum(e - b for events in every for _, b, e in events)
+        found.append((end - begin, 1 - busy / ((end - begin) * len(every)), every))
+    found.sort(key=lambda one: one[0])
+    seconds, bubble, events = found[len(found) // 2]
+    return {
+        "schedule": staged.schedule,
+        "pieces": len(staged.rows) or 1,
+        "predicted": schedule.seconds(order, schedule.forward(order, staged.seconds)),
+        "seconds": seconds,
+        "bubble": bubble,
+        "planned": staged.bubble,
+        "events": events,
+    }
+
+
+def sleeping(out: str, steps: int) -> None:
+    """Every candidate at this number of places."""
+    torch.set_num_threads(1)
+    runtime.Run = Timed  # type: ignore[misc]
+    places = dist.get_world_size()
+    rows: list[dict[str, Any]] = []
+    for uneven in (False, True):
+        model = layers(12, uneven)
+        x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+        machine = cluster(places, 2 * ROWS * WIDTH * WIDTH / BLOCK)
+        for name, pieces in CANDIDATES:
+            parts = plait.compile(
+                model, (x,), tp=1, pp=places, training=True, cluster=machine, measure=False,
+                micro_batches=pieces, schedule=name, recompute="off",
+            )  # fmt: skip
+            row = measured(parts, x, target, steps, True)
+            rows.append(row | {"layers": "uneven" if uneven else "even", "asked": name})
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(rows))
+
+
+def real(out: str, steps: int) -> None:
+    """Two stages of one thread each, for the speed of one process."""
+    torch.set_num_threads(1)
+    runtime.Run = Timed  # type: ignore[misc]
+    width = 1024
+    model, x, target = layers(8, False, width), torch.randn(512, width), torch.randn(512, width)
+    dist.barrier()
+    begin = [time.perf_counter()]
+    for _ in range(steps):
+        loss(model(x), target).backward()
+        begin.append(time.perf_counter())
+    alone = torch.tensor(statistics.median(b - a for a, b in zip(begin, begin[1:], strict=False)))
+    dist.all_reduce(alone)
+    flops = 3 * 2 * 512 * width * width * 8 / (float(alone) / dist.get_world_size())
+    rows = []
+    for name, pieces in CANDIDATES:
+        parts = plait.compile(
+            model, (x,), tp=1, pp=2, training=True, cluster=cluster(2, flops), measure=False,
+            micro_batches=pieces, schedule=name, recompute="off",
+        )  # fmt: skip
+        row = measured(parts, x, target, steps, False)
+        rows.append(row | {"layers": "real", "asked": name})
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(rows))
+
+
+# -- words ----------------------------------------------------------------------------------------------
+
+
+def table(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"## {title}", "",
+        "| layers | schedule | micro-batches | predicted ms | measured ms | error | bubble | measured |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for r in rows:
+        name = r["schedule"] + (" (auto)" if r["asked"] == "auto" else "")
+        error = r["seconds"] / r["predicted"] - 1
+        lines.append(
+            f"| {r['layers']} | {name} | {r['pieces']} | {r['predicted'] * 1e3:.1f} "
+            f"| {r['seconds'] * 1e3:.1f} | {error:+.1%} | {r['planned']:.1%} | {r['bubble']:.1%} |"
+        )
+    return [*lines, "", *verdict(rows), ""]
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
+    errors = [abs(r["seconds"] / r["predicted"] - 1) for r in rows]
+    bubbles = max(abs(r["bubble"] - r["planned"]) for r in rows)
+    right = wrong = 0
+    for a, b in combinations(rows, 2):
+        apart = abs(a["predicted"] / b["predicted"] - 1) > CLOSE
+        if a["layers"] == b["layers"] and apart:
+            same = (a["predicted"] < b["predicted"]) == (a["seconds"] < b["seconds"])
+            right, wrong = right + same, wrong + (not same)
+    auto = [r["pieces"] for r in rows if r["asked"] == "auto"]
+    return [
+        f"Mean error {statistics.mean(errors):.1%}; pairs of candidates in the predicted order "
+        f"{right} of {right + wrong} (those whose predictions are more than {CLOSE:.0%} apart); bubble off "
+        f"by at most {bubbles:.1%} of the places' time; micro-batches that auto chose: {auto}.",
+    ]
+
+
+def beside(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where the second place is at micro-batch 0 while the first is at 1, in the first 1f1b run."""
+    events = next(r["events"] for r in rows if r["schedule"] == "1f1b")
+    at = {name: (b, e) for line in events for name, b, e in line}
+    start = min(b for b, _ in at.values())
+    one, two = at["0F1"], at["1F0"]
+    overlap = min(one[1], two[1]) - max(one[0], two[0])
+    words = ", ".join(
+        f"{n} {1e3 * (at[n][0] - start):.1f} to {1e3 * (at[n][1] - start):.1f} ms" for n in ("0F0", "0F1", "1F0", "1F1")
+    )
+    return [
+        f"Trace of 1f1b: {words}. The second stage is at its first micro-batch while the first stage is "
+        f"at the second: {overlap * 1e3:.1f} ms together.",
+    ]
+
+
+def perfetto(rows: Sequence[dict[str, Any]]) -> str:
+    events = next(r["events"] for r in rows if r["schedule"] == "1f1b")
+    start = min(b for line in events for _, b, _ in line)
+    return json.dumps(
+        [
+            {"name": n, "ph": "X", "pid": 0, "tid": p, "ts": 1e6 * (b - start), "dur": 1e6 * (e - b)}
+            for p, line in enumerate(events)
+            for n, b, e in line
+        ]
+    )
+
+
+def head(load: str) -> list[str]:
+    return [
+        "# Pipelines, predicted and measured",
+        "",
+        "`python -m bench.pipeline --keep`: a step of twelve linear layers (every fourth three times as wide where",
+        "uneven), stages that sleep for as long as the plan says they compute, gloo on loopback; the median step.",
+        "",
+        f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} x {platform.processor() or platform.machine()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}. {load}",
+        "",
+    ]
+
+
+def rows_of(target: Any, places: int, steps: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = str(Path(folder) / "rows.json")
+        launch(target, places, out, steps)
+        return json.loads(Path(out).read_text())  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--places", type=int, nargs="*", default=[2, 3, 4])
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--keep", action="store_true")
+    asked = parser.parse_args()
+    before = os.getloadavg()[0]
+    lines: list[str] = []
+    for places in asked.places:
+        rows = rows_of(sleeping, places, asked.steps)
+        lines += [*table(f"{places} stages that sleep", rows), *beside(rows), ""]
+        if asked.trace:
+            Path(asked.trace).write_text(perfetto(rows))
+    if asked.real:
+        lines += table("2 stages that compute, one thread each", rows_of(real, 2, asked.steps))
+    busy = max(before, os.getloadavg()[0])
+    load = f"Load average {busy:.0f} on {os.cpu_count()} cores: other work ran meanwhile." if busy > 5 else ""
+    text = "\n".join([*head(load), *lines])
+    print(text)
+    if asked.keep:
+        RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
