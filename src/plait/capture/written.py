@@ -4,6 +4,7 @@
     einsum                            permute, view, bmm
     attention with enable_gqa         keys and values repeated, then attention
     mean cross-entropy                the sum, divided by the count of valid labels
+    a loss of each element            that loss, then its sum or mean
     a region under no_grad            its operators, then detach (training only)
 
 `prepare` rewrites the graph as exported, before the functional form is made from it: the new nodes
@@ -13,6 +14,7 @@ need no values of their own. `decompositions` is for `run_decompositions`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +44,30 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {
         aten.rms_norm.default: rms_norm,
         aten.einsum.default: composites.pop(aten.einsum.default),
+        **{loss: partial(_reduced, loss) for loss in LOSSES},
     }
+
+
+LOSSES = (  # of each element by itself, where nothing is reduced
+    aten.l1_loss.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.kl_div.default,
+)
+
+
+def _reduced(loss: Any, *args: Any, **kwargs: Any) -> Any:
+    names = [a.name for a in loss._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    how = given.pop("reduction", 1)
+    if how == 0:
+        return NotImplemented  # it stays as it is
+    each = loss(**given, reduction=0)
+    return each.mean() if how == 1 else each.sum()
 
 
 def rms_norm(

@@ -511,6 +511,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", Elementwise()),
     ("clamp.default clamp.Tensor clamp_min.default clamp_max.default masked_fill.Scalar masked_fill.Tensor where.ScalarOther where.ScalarSelf where.Scalar lerp.Scalar lerp.Tensor addcmul.default addcdiv.default", Elementwise()),
     ("native_dropout.default dropout.default", Elementwise()),
+    ("l1_loss.default mse_loss.default kl_div.default smooth_l1_loss.default huber_loss.default soft_margin_loss.default binary_cross_entropy.default binary_cross_entropy_with_logits.default", Elementwise()),
     ("prelu.default",        prelu),
     ("_grouped_mm.default",  grouped_matmul),
 )
