@@ -137,6 +137,24 @@ def test_a_bus_is_on_every_path():
     assert links(Cluster.preset("loopback", 4), 0, 3)[1] == "loopback bus 0"
 
 
+def test_a_port_without_duplex_is_one_link_for_both_ways():
+    loopback = Cluster.preset("loopback", 4)
+    assert links(loopback, 0, 3) == ["loopback 0", "loopback bus 0", "loopback 3"]
+    assert links(loopback, 3, 0) == ["loopback 3", "loopback bus 0", "loopback 0"]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_port_without_duplex_carries_twice_the_bytes(n):
+    bus = Level("bus", n, 1e9, 0.0)
+    two = Cluster("two ways", BOXES["loopback"].device, (bus,))
+    one = Cluster("one way", BOXES["loopback"].device, (replace(bus, duplex=False),))
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        assert bound(collective, one).slope == pytest.approx(2 * bound(collective, two).slope)
+    # of a broadcast every byte arrives n - 1 times, and leaves as often
+    most = max(1.0, 2 * (n - 1) / n)
+    assert bound("broadcast", one).slope == pytest.approx(most / 1e9)
+
+
 # --- bounds ---------------------------------------------------------------------------------------
 
 

@@ -257,9 +257,11 @@ BOXES: dict[str, Box] = {
     "dgx-h200": _nvswitch("h200", 8, 450, 0.5e-6, "ib-ndr"),
     "dgx-b200": _nvswitch("b200", 8, 900, 0.3e-6, "ib-ndr"),
     "gb200-nvl72": _nvswitch("gb200", 72, 900, 0.3e-6, "ib-ndr"),
+    # `plait calibrate`, 2026-11-30: a virtual machine of 2 cores (AMD EPYC), torch 2.13.0, gloo, 2 and
+    # 4 processes, 4 KiB to 16 MiB. A core copies the bytes of its process out and in: one rate.
     "loopback": Box(
         DEVICES["cpu"],
-        (Level("loopback", 64, 2e9, 20e-6, total=3e9),),
+        (Level("loopback", 64, 2.69e9, 50e-6, total=3.31e9, duplex=False),),
         (GLOO,),
         "100gbe",
     ),

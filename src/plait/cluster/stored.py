@@ -35,6 +35,7 @@ class Calibration:
     error: float  # mean of |predicted / measured - 1| over the rows
     worst: float
     rows: tuple[Measured, ...]
+    worst_at: str = ""  # the algorithm and size of the worst
 
     def __str__(self) -> str:
         level, by = self.cluster.levels[0], self.cluster.transports[0]
@@ -48,7 +49,8 @@ class Calibration:
                 f"{spell_rate((level.total or 0) * path.share)} together, additions at "
                 f"{spell_rate(1 / by.add) if by.add else 'no cost'}",
                 f"fit of {len(by.measured)} algorithms over {len(self.rows)} rows: mean error "
-                f"{self.error:.1%}, worst {self.worst:.1%}",
+                f"{self.error:.1%}, worst {self.worst:.1%}"
+                + (f" ({self.worst_at})" if self.worst_at else ""),
             )
         )
 

@@ -10,7 +10,8 @@ bus:
 Two devices talk over the innermost level that joins them. A transfer occupies the source's port
 out, the target's port in, and the level's bus if it has one; where a level is `through` (PCIe:
 the way to the NIC is the same slot), transfers to outer levels occupy its ports too. Links are
-thus ports with a direction; the list of ranks decides which are used.
+thus ports with a direction (or with both, where a core copies bytes out and in, as on a loopback);
+the list of ranks decides which are used.
 """
 
 from __future__ import annotations
@@ -46,12 +47,18 @@ class Level:
         True  # bytes arrive in the order sent (EFA: not, so no protocol with flags in the data)
     )
     reduces: bool = False  # the switch adds and copies (NVLink SHARP, InfiniBand SHARP)
+    duplex: bool = True  # False: what a port sends and what it receives share its rate
+
+    @property
+    def each_way(self) -> float:
+        """Bytes/s of a port that sends as much as it receives, at line rate."""
+        return self.bandwidth if self.duplex else self.bandwidth / 2
 
 
 class Link(NamedTuple):
-    """One direction of one port, or a bus."""
+    """One direction of one port, a port whose directions share its rate, or a bus."""
 
-    name: str  # "nvlink 3 out", "ib 1.0 in", "loopback bus 0"
+    name: str  # "nvlink 3 out", "ib 1.0 in", "loopback 2", "loopback bus 0"
     bandwidth: float  # line rate
     share: float
 
@@ -143,10 +150,10 @@ class Cluster:
         links: list[Link] = []
         for i, level in enumerate(self.levels):
             ports = self._ports(i)
-            for way in ("out", "in"):
+            for way in (" out", " in") if level.duplex else ("",):
                 for port in range(self.capacity // self.spans[i] * ports):
                     name = f"{port}" if ports == 1 else f"{port // ports}.{port % ports}"
-                    links.append(Link(f"{level.name} {name} {way}", level.bandwidth, level.share))
+                    links.append(Link(f"{level.name} {name}{way}", level.bandwidth, level.share))
             if level.total is not None:
                 for bus in range(self.capacity // self.spans[i + 1]):
                     links.append(Link(f"{level.name} bus {bus}", level.total, 1.0))
@@ -167,13 +174,14 @@ class Cluster:
         out, into, bus = [], [], []
         for i, spec in enumerate(self.levels):
             used = (level == i) | ((level > i) & spec.through)
-            first, ways = self._first_link[i], self._first_link[i + 1]
-            half = self.capacity // self.spans[i] * self._ports(i)
+            first = self._first_link[i]
+            ports = self.capacity // self.spans[i] * self._ports(i)
+            back = ports if spec.duplex else 0  # from a port out to the same port in
             out.append(np.where(used, first + self._port(i, a), -1))
-            into.append(np.where(used, first + half + self._port(i, b), -1))
+            into.append(np.where(used, first + back + self._port(i, b), -1))
             if spec.total is not None:
-                assert ways - first > 2 * half
-                bus.append(np.where(level == i, first + 2 * half + a // self.spans[i + 1], -1))
+                buses = first + ports + back
+                bus.append(np.where(level == i, buses + a // self.spans[i + 1], -1))
         return np.stack(out + bus + into[::-1], axis=1)
 
     def ports_of(self, level: int, ranks: Iterable[int]) -> set[int]:
@@ -192,7 +200,8 @@ class Cluster:
     def _first_link(self) -> tuple[int, ...]:
         first = [0]
         for i, level in enumerate(self.levels):
-            ports = 2 * (self.capacity // self.spans[i]) * self._ports(i)
+            ways = 2 if level.duplex else 1
+            ports = ways * (self.capacity // self.spans[i]) * self._ports(i)
             buses = self.capacity // self.spans[i + 1] if level.total is not None else 0
             first.append(first[-1] + ports + buses)
         return tuple(first)

@@ -14,7 +14,9 @@ that hold ranks.
 The last: the reduction to one value and its copy back each cross the partition k - 1 times at
 least for every element. With k = N on a flat switch it is the well known 2(N-1)/N S/B (Patarasuk
 and Yuan 2009), with hosts as units the bound of the network. A switch that adds and copies lifts
-it at its own level, and one crossing is enough: S/B. Time to the first byte: one latency of the
+it at its own level, and one crossing is enough: S/B. Where a port's two ways share its rate, every
+byte that crosses passes two ports: twice the bytes of the collective that cross, over all of
+out(K). Time to the first byte: one latency of the
 outermost level crossed, and where a rank has a single port that takes one message after another
 the count of steps would be ceil(log2 N); it is left out, since NVSwitch reaches all peers at
 once.
@@ -51,7 +53,7 @@ def bound(collective: Collective, cluster: Cluster, root: int = 0) -> Bound:
         return Bound(0.0, 0.0, 0.0)
     spanned = range(_outermost(cluster) + 1)
     slopes = [_level(collective, cluster, level, root) for level in spanned]
-    buses = max(_bus(collective, cluster, level) for level in spanned)
+    buses = max(_shared(collective, cluster, level) for level in spanned)
     latency = cluster.levels[_outermost(cluster)].latency
     return Bound(
         latency,
@@ -96,14 +98,15 @@ def _exit(cluster: Cluster, level: int, unit: Sequence[int]) -> float:
     return rate
 
 
-def _bus(collective: Collective, cluster: Cluster, level: int) -> float:
-    """Seconds a byte of the bus that joins everything, if there is one: what its units exchange."""
-    total = cluster.levels[level].total
-    if total is None or len(cluster.units(level + 1)) > 1:
-        return 0.0
-    units, n = cluster.units(level), cluster.size
+def _shared(collective: Collective, cluster: Cluster, level: int) -> float:
+    """Seconds a byte of what carries all that the units of a level exchange: the bus that joins
+    everything, and ports of one rate for both ways, which each byte passes twice."""
+    spec, units, n = cluster.levels[level], cluster.units(level), cluster.size
     crossings = {
         "all_reduce": 2 * (len(units) - 1),
         "all_to_all": sum(len(unit) * (n - len(unit)) for unit in units) / n,
-    }
-    return crossings.get(collective, len(units) - 1) / total
+    }.get(collective, len(units) - 1)
+    alone = len(cluster.units(level + 1)) == 1
+    bus = crossings / spec.total if spec.total is not None and alone else 0.0
+    ports = sum(_exit(cluster, level, unit) for unit in units)
+    return bus if spec.duplex else max(bus, 2 * crossings / ports)

@@ -57,13 +57,24 @@ class Flow:
 
     def sent(self) -> float:
         """Bytes that the busiest rank sends, per byte of the size."""
+        return float(self._bytes(lambda route: route.source).max())
+
+    def handled(self) -> float:
+        """Bytes that the busiest rank sends and receives together, per byte of the size."""
+        there = self._bytes(lambda route: route.target)
+        return float((self._bytes(lambda route: route.source) + there).max())
+
+    def total(self) -> float:
+        """Bytes that all ranks send, per byte of the size."""
+        return float(self._bytes(lambda route: route.source).sum())
+
+    def _bytes(self, end: Callable[[Route], Ints]) -> NDArray[np.float64]:
+        """[rank]: of the messages that have it at this end, per byte of the size."""
         counts = np.zeros(self.n, np.int64)
         for stage in self.stages():
-            source = stage.route.source
-            counts += np.bincount(
-                source if stage.of is None else source[stage.of], minlength=self.n
-            )
-        return float(counts.max() * self.whole / self.chunks)
+            ranks = end(stage.route)
+            counts += np.bincount(ranks if stage.of is None else ranks[stage.of], minlength=self.n)
+        return np.asarray(counts * (self.whole / self.chunks), np.float64)
 
 
 @lru_cache(maxsize=1024)

@@ -67,7 +67,7 @@ def _loads(cluster: Cluster, per_device: float, per_unit: float) -> float:
             continue
         ports = min(len(cluster.ports_of(i, unit)) for unit in cluster.units(i))
         slowest = max(
-            slowest, (per_unit if i else per_device) / (ports * level.bandwidth * level.share)
+            slowest, (per_unit if i else per_device) / (ports * level.each_way * level.share)
         )
         if level.total is not None:
             slowest = max(slowest, per_device * len(cluster.units(i)) / level.total)
@@ -126,7 +126,7 @@ def _direct(cluster: Cluster) -> Form:
             group = next(g for g in cluster.units(i + 1) if unit[0] in g)
             outside = n - len(unit) if level.through else len(group) - len(unit)
             ports = len(cluster.ports_of(i, unit))
-            loads.append(len(unit) * outside / n / (ports * level.bandwidth * level.share))
+            loads.append(len(unit) * outside / n / (ports * level.each_way * level.share))
         if level.total is not None:
             loads.append((n - 1) / level.total)
     hops = tuple(n - 1 if c and i == 0 else int(c > 0) for i, c in enumerate(_crossed(cluster)))

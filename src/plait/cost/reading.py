@@ -125,8 +125,10 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
         if made is None or (protocol.flags and not _ordered(cluster)):
             continue
         hop = sum(
-            count * (protocol.hops * level.latency + protocol.step + protocol.message)
-            for count, level in zip(made.hops, cluster.levels, strict=True)
+            count * (protocol.hops * level.latency + protocol.step + at_once * protocol.message)
+            for count, at_once, level in zip(
+                made.hops, _at_once(cluster), cluster.levels, strict=True
+            )
         )
         yield Reading(
             collective,
@@ -143,6 +145,15 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
             made.sent,
             (limit.latency, limit.network if made.network else limit.slope),
         )
+
+
+def _at_once(cluster: Cluster) -> tuple[int, ...]:
+    """Messages that the busiest link of each level carries in a step in which all ranks send one:
+    all of them where there is a bus, one out and one in where a port's ways share it."""
+    return tuple(
+        len(cluster.units(i)) if level.total is not None else 1 if level.duplex else 2
+        for i, level in enumerate(cluster.levels)
+    )
 
 
 def _ordered(cluster: Cluster) -> bool:
