@@ -36,7 +36,7 @@ class Box:
     transports: tuple[Transport, ...]
     fabric: str
     nics: int | None = None  # None: one for each device
-    reduces: bool = False  # its innermost switch can add (a choice: option nvls)
+    reduces: float = 0.0  # Level.reduces of its innermost switch, if that is chosen (option nvls)
 
     @property
     def devices(self) -> int:
@@ -200,11 +200,11 @@ def _build(box: str, fabric: str, options: tuple[str, ...], hosts: int) -> Clust
     spec = BOXES[box]
     levels = list(spec.levels)
     if "nvls" in options:
-        levels[0] = replace(levels[0], reduces=True)
+        levels[0] = replace(levels[0], reduces=spec.reduces)
     if hosts > 1:
         outer = FABRICS[fabric]
         ports = outer.ports if outer.ports is not None else spec.nics
-        levels.append(replace(outer, arity=hosts, ports=ports, reduces="sharp" in options))
+        levels.append(replace(outer, arity=hosts, ports=ports, reduces=float("sharp" in options)))
     name = box + (f"/{fabric}" if hosts > 1 or "sharp" in options else "")
     return Cluster(
         name="+".join((name, *options)),
@@ -217,12 +217,19 @@ def _build(box: str, fabric: str, options: tuple[str, ...], hosts: int) -> Clust
 
 # --- fabrics between hosts: line rate of one port and direction, latency of one hop --------------
 
+
+def _fabric(
+    name: str, rate: float, hop: float, share: float, ports: int | None = None, ordered: bool = True
+) -> Level:
+    return Level(name, 2, rate, hop, share, ports, ordered=ordered, network=True)
+
+
 FABRICS: dict[str, Level] = {
-    "ib-hdr": Level("ib-hdr", 2, 25e9, 2.7e-6, share=0.96),
-    "ib-ndr": Level("ib-ndr", 2, 50e9, 2.7e-6, share=0.96),
-    "roce": Level("roce", 2, 50e9, 3.5e-6, share=0.95),
-    "efa": Level("efa", 2, 50e9, 15e-6, share=0.97, ordered=False),
-    "100gbe": Level("100gbe", 2, 12.5e9, 25e-6, share=0.85, ports=1),
+    "ib-hdr": _fabric("ib-hdr", 25e9, 2.7e-6, share=0.96),
+    "ib-ndr": _fabric("ib-ndr", 50e9, 2.7e-6, share=0.96),
+    "roce": _fabric("roce", 50e9, 3.5e-6, share=0.95),
+    "efa": _fabric("efa", 50e9, 15e-6, share=0.97, ordered=False),
+    "100gbe": _fabric("100gbe", 12.5e9, 25e-6, share=0.85, ports=1),
 }
 
 # --- boxes ---------------------------------------------------------------------------------------
@@ -232,7 +239,7 @@ _GPU_SOFTWARE = (nccl(SHARED), symmetric(SHARED))
 
 
 def _nvswitch(
-    device: str, arity: int, gb: float, hop: float, fabric: str, reduces: bool = True
+    device: str, arity: int, gb: float, hop: float, fabric: str, reduces: float = 0.0
 ) -> Box:
     """One direction of a device's NVLinks, in GB/s; a copy reaches 396 of 450 (ml-engineering)."""
     level = Level("nvlink", arity, gb * 1e9, hop, share=0.88)
@@ -247,16 +254,17 @@ def _pcie(device: str, gb: float) -> Box:
 
 
 # A hop of NVLink: NCCL's tables say 0.6 us for all; rings of 2 to 8 A100 grow by 2 us a hop
-# (nccl-tests issue 123), of 4 to 8 GB200 by 0.2 us. Between these.
+# (nccl-tests issue 123), of 4 to 8 GB200 by 0.2 us. Between these. What the switch's additions reach is
+# NCCL's (src/graph/tuning.cc 2.30, nvlsEfficiency).
 BOXES: dict[str, Box] = {
     "pcie3": _pcie("v100", 15.75),
     "pcie4": _pcie("a100-pcie", 32),
     "pcie5": _pcie("h100-pcie", 63),
-    "dgx-a100": _nvswitch("a100", 8, 300, 0.8e-6, "ib-hdr", reduces=False),
-    "dgx-h100": _nvswitch("h100", 8, 450, 0.5e-6, "ib-ndr"),
-    "dgx-h200": _nvswitch("h200", 8, 450, 0.5e-6, "ib-ndr"),
-    "dgx-b200": _nvswitch("b200", 8, 900, 0.3e-6, "ib-ndr"),
-    "gb200-nvl72": _nvswitch("gb200", 72, 900, 0.3e-6, "ib-ndr"),
+    "dgx-a100": _nvswitch("a100", 8, 300, 0.8e-6, "ib-hdr"),
+    "dgx-h100": _nvswitch("h100", 8, 450, 0.5e-6, "ib-ndr", 0.85),
+    "dgx-h200": _nvswitch("h200", 8, 450, 0.5e-6, "ib-ndr", 0.85),
+    "dgx-b200": _nvswitch("b200", 8, 900, 0.3e-6, "ib-ndr", 0.74),
+    "gb200-nvl72": _nvswitch("gb200", 72, 900, 0.3e-6, "ib-ndr", 0.74),
     # `plait calibrate`, 2026-11-30: a virtual machine of 2 cores (AMD EPYC), torch 2.13.0, gloo, 2 and
     # 4 processes, 4 KiB to 16 MiB. A core copies the bytes of its process out and in: one rate.
     "loopback": Box(

@@ -38,6 +38,20 @@ class Table:
         return tuple(seconds for _, seconds in self.rows)
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """`before` is the fastest at `low` bytes, and `after` at `high`: a schedule's name, `native`, or
+    one form of it, `native ring`."""
+
+    cluster: str
+    software: tuple[str, ...]
+    before: str
+    low: int
+    after: str
+    high: int
+    source: str
+
+
 def microseconds(text: str) -> tuple[tuple[int, float], ...]:
     return tuple((parse_size(size), float(us) * 1e-6) for size, us in _pairs(text))
 
@@ -359,5 +373,66 @@ TABLES: tuple[Table, ...] = (
         "graph",
         microseconds("16K:7.0 64K:7.2 256K:7.5 1M:10.1 2M:13.0"),
         _TWO_GRAPH,
+    ),
+)
+
+# --- who wins ------------------------------------------------------------------------------------
+
+_TUNING = "NCCL 2.30's own constants (src/graph/tuning.cc), 16 channels, NVLS off, sizes in doublings"
+
+CROSSINGS: tuple[Crossing, ...] = (
+    *(
+        Crossing(
+            f"dgx-h100[{hosts}x8]",
+            ("nccl",),
+            "native tree",
+            parse_size(size) // 2,
+            "native ring",
+            parse_size(size),
+            _TUNING,
+        )
+        for hosts, size in ((2, "32M"), (4, "1G"), (8, "2G"), (16, "4G"), (32, "8G"), (64, "16G"))
+    ),
+    Crossing(
+        "dgx-h100[5x8]/roce",
+        ("nccl",),
+        "native tree",
+        parse_size("4M"),
+        "native ring",
+        parse_size("1G"),
+        "nccl issue 1368: 190 against 150 GB/s at 1 GB",
+    ),
+    *(
+        Crossing(
+            "dgx-h100+nvls",
+            ("nccl",),
+            "native ring",
+            parse_size(low),
+            "native nvls",
+            parse_size(high),
+            f"{_ML_ENGINEERING}, nccl-tests issue 309: ring up to 1 MiB, NVLS from 2 MiB",
+        )
+        for low, high in (("16K", "64M"), ("256K", "8M"), ("1M", "2M"))
+    ),
+    *(
+        Crossing(
+            f"dgx-h100[{n}]",
+            ("symmetric",),
+            "one_shot",
+            parse_size(low),
+            "two_shot",
+            parse_size(high),
+            "vLLM's custom all-reduce changes over at half of the upper size",
+        )
+        for n, low, high in ((4, "256K", "1M"), (8, "128K", "512K"))
+    ),
+    Crossing(
+        "dgx-h100+nvls",
+        ("symmetric", "nccl"),
+        "two_shot",
+        parse_size("4M"),
+        "native",
+        parse_size("64M"),
+        "vLLM PR 42324: 37 against 50 us, 468 against 316 us; 125 against 121 at 16M",
     ),
 )

@@ -37,33 +37,37 @@ STEPWISE = (
 class Shared:
     """Seconds, and shares of what a copy reaches (Level.share)."""
 
-    stream: float = 17.4e-6  # to start a collective from a C++ loop on a stream; in a CUDA graph: 0
-    torch: float = 27.7e-6  # from Python
-    few_base: float = 11.8e-6  # NCCL's LL: flags in the data, soon and at a part of the rate
-    few_share: float = 0.539
-    mid_share: float = 0.698  # NCCL's LL128: a flag in each 128 bytes
-    many_base: float = 25.1e-6  # NCCL's Simple: chunks and counters, late and at the full rate
-    many_share: float = 0.947
-    switch_base: float = 7.57e-6  # Simple where the switch adds, and what that reaches of its rate
-    switch_share: float = 0.758
-    fill: float = 4.54e-6  # Simple's pipeline: chunks, and for each hop
-    hop_fill: float = 0.608e-6
-    most: float = 173e-6
-    pull_base: float = 5.71e-6
-    pull_peer: float = 0.418e-6  # each peer in each step: its flag
-    pull_share: float = 0.745
-    push_step: float = 2.58e-6
-    four_share: float = 0.291  # of a port, by kernels of only four thread blocks
+    stream: float = 14.6e-6  # to start a collective from a C++ loop on a stream; in a CUDA graph: 0
+    torch: float = 27.1e-6  # from Python
+    few_base: float = 11.2e-6  # NCCL's LL: flags in the data, soon and at a part of the rate
+    few_share: float = 0.453
+    mid_share: float = 0.700  # NCCL's LL128: a flag in each 128 bytes
+    many_base: float = 17.8e-6  # NCCL's Simple: chunks and counters, late and at the full rate
+    many_share: float = 0.958
+    switch_base: float = 11.6e-6  # Simple where the switch adds, and what that reaches of its rate
+    registered_base: float = 6.10e-6  # the same by a kernel on registered buffers
+    switch_share: float = 0.915
+    fill: float = 3.19e-6  # Simple's pipeline: chunks, and for each hop
+    hop_fill: float = 0.621e-6
+    most: float = 140e-6
+    pull_base: float = 5.60e-6
+    pull_peer: float = 0.571e-6  # each peer in each step: its flag
+    pull_share: float = 0.817
+    push_step: float = 2.49e-6
+    four_share: float = 0.231  # of a port, by kernels of only four thread blocks
 
 
-# A hop of Simple costs so many times one of LL: 3.4 / 0.6 us by NVLink, 14 / 2.7 us by network; of
-# LL128: 1.9 / 0.6 and 4 / 2.7 us, in trees 1.25 / 0.6 and 8.5 / 5 us. Trees reach 0.92 of the rate
-# of rings, by LL 0.92 / 3.8 where rings reach a half. (All of it: NCCL src/graph/tuning.cc 2.30.)
-SIMPLE_HOPS = 5.0
-MID_HOPS = 3.0
-TREE_MID_HOPS = 1.9
+# Hops in those of a ring by LL, which take 0.6 us by NVLink and 2.7 us by network: (near, far).
+# Trees reach 0.92 of the rate of rings, by LL 0.92 / 3.8 where rings reach a half, and LL is slow
+# between hosts (40 of 370 GB/s). A ring by Simple over several hosts takes 1.4 times its hops, as
+# all of them wait for the slowest. (All of it: NCCL src/graph/tuning.cc 2.30.)
+RING_HOPS = {"LL": (1.0, 1.0), "LL128": (1.9 / 0.6, 4 / 2.7), "Simple": (3.4 / 0.6, 14 / 2.7)}
+TREE_HOPS = {"LL": (1.0, 5 / 2.7), "LL128": (1.25 / 0.6, 8.5 / 2.7), "Simple": (4 / 0.6, 14 / 2.7)}
+SWITCH_HOPS = (3.4 / 0.6, 20.9 / 2.7)
 TREE_SHARE = 0.92
 TREE_FEW_SHARE = 0.92 / 3.8 / 0.5
+FAR_FEW_SHARE = 40 / 370
+PLATEAU = 1.4
 
 
 def launch(method: str, shared: Shared) -> float:
@@ -72,22 +76,16 @@ def launch(method: str, shared: Shared) -> float:
 
 
 def nccl(shared: Shared) -> Transport:
-    few = Protocol("LL", base=shared.few_base, share=shared.few_share, flags=True)
-
-    mid = Protocol("LL128", shared.few_base, hops=MID_HOPS, share=shared.mid_share, flags=True)
-
-    def many(base: float, share: float) -> Protocol:
-        return Protocol(
-            "Simple",
-            base=base,
-            hops=SIMPLE_HOPS,
-            share=share,
-            adding=shared.switch_share,
-            fill=shared.fill,
-            hop_fill=shared.hop_fill,
-            most=shared.most,
-        )
-
+    few = Protocol(
+        "LL", shared.few_base, share=shared.few_share, far_share=FAR_FEW_SHARE, flags=True
+    )
+    mid = Protocol("LL128", shared.few_base, share=shared.mid_share, flags=True)
+    many = _many(shared, shared.many_base)
+    ring = [_hopping(p, RING_HOPS[p.name]) for p in (few, mid, many)]
+    few_tree = replace(few, share=few.share * TREE_FEW_SHARE)
+    mid_tree, many_tree = (replace(p, share=p.share * TREE_SHARE) for p in (mid, many))
+    tree = [_hopping(p, TREE_HOPS[p.name]) for p in (few_tree, mid_tree, many_tree)]
+    ring[2] = replace(ring[2], plateau=PLATEAU)
     return Transport(
         "nccl",
         # A grouped send and receive is a kernel, estimated at 10 us a step; the share is that of
@@ -95,13 +93,9 @@ def nccl(shared: Shared) -> Transport:
         protocols=(Protocol("p2p", base=2e-6, step=10e-6, message=0.5e-6, share=0.74),),
         algorithms=STEPWISE,
         internal=(
-            ("ring", few),
-            ("ring", mid),
-            ("ring", many(shared.many_base, shared.many_share)),
-            ("tree", replace(few, share=shared.few_share * TREE_FEW_SHARE)),
-            ("tree", replace(mid, hops=TREE_MID_HOPS, share=shared.mid_share * TREE_SHARE)),
-            ("tree", many(shared.many_base, shared.many_share * TREE_SHARE)),
-            ("nvls", many(shared.switch_base, shared.many_share)),
+            *(("ring", p) for p in ring),
+            *(("tree", p) for p in tree),
+            ("nvls", _hopping(_many(shared, shared.switch_base), SWITCH_HOPS)),
         ),
         launch=shared.stream,
         fused=False,
@@ -112,9 +106,25 @@ def nccl(shared: Shared) -> Transport:
 def nccl_symmetric(shared: Shared) -> Transport:
     """NCCL where the buffers are registered: every rank reads all the others' at once."""
     by = nccl(shared)
-    forms = {form: protocol for form, protocol in by.internal if protocol.name == "Simple"}
-    few = by.internal[0][1]
-    return replace(by, internal=(("direct", few), ("nvls", forms["nvls"])))
+    switch = _hopping(_many(shared, shared.registered_base), SWITCH_HOPS)
+    return replace(by, internal=(("direct", by.internal[0][1]), ("nvls", switch)))
+
+
+def _many(shared: Shared, base: float) -> Protocol:
+    return Protocol(
+        "Simple",
+        base=base,
+        share=shared.many_share,
+        adding=shared.switch_share,
+        fill=shared.fill,
+        hop_fill=shared.hop_fill,
+        most=shared.most,
+    )
+
+
+def _hopping(protocol: Protocol, hops: tuple[float, float]) -> Protocol:
+    near, far = hops
+    return replace(protocol, hops=near, far_hops=far)
 
 
 def symmetric(shared: Shared) -> Transport:

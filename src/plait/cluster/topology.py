@@ -46,7 +46,8 @@ class Level:
     ordered: bool = (
         True  # bytes arrive in the order sent (EFA: not, so no protocol with flags in the data)
     )
-    reduces: bool = False  # the switch adds and copies (NVLink SHARP, InfiniBand SHARP)
+    reduces: float = 0.0  # what a switch that adds and copies (SHARP) reaches of a port's rate
+    network: bool = False  # joins hosts
     duplex: bool = True  # False: what a port sends and what it receives share its rate
 
     @property

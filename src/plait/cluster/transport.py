@@ -29,9 +29,12 @@ class Protocol:
     name: str
     base: float = 0.0  # seconds, once a collective
     hops: float = 1.0  # times the latency of each level that a step crosses
+    far_hops: float | None = None  # the same between hosts, for a library's own forms; None: hops
+    plateau: float = 1.0  # times all of that, for a library's own form over several hosts
     step: float = 0.0  # seconds, each step
     message: float = 0.0  # seconds that a message keeps a port busy beside its bytes
     share: float = 1.0  # of the reachable rate of a level's port
+    far_share: float | None = None  # the same for a library's own form over several hosts
     adding: float = 1.0  # of that, through a switch that adds
     fill: float = 0.0  # seconds: pipeline depth times cost of a chunk
     hop_fill: float = 0.0  # the same for each step of the schedule

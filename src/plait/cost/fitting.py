@@ -19,7 +19,7 @@ from scipy.optimize import least_squares
 
 from plait.cluster import Cluster
 from plait.cluster.calibrate import Fit, fit
-from plait.cluster.published import Table
+from plait.cluster.published import CROSSINGS, Crossing, Table
 from plait.cluster.software import SHARED, Shared, launch, push, transports
 from plait.cost.reading import BARE, readings
 
@@ -62,7 +62,8 @@ def fit_table(table: Table) -> tuple[Fit, Cluster]:
 
 
 def fit_shared(tables: Sequence[Table], start: Shared | None = None) -> Shared:
-    """The constants that explain all tables best, each table with the same weight."""
+    """The constants that explain all tables best, each table with the same weight, and let those
+    algorithms win that were published as the fastest."""
     start = start or _START
     low = np.log([_BOUNDS[name][0] for name in _NAMES])
     high = np.log([_BOUNDS[name][1] for name in _NAMES])
@@ -70,7 +71,8 @@ def fit_shared(tables: Sequence[Table], start: Shared | None = None) -> Shared:
     def misfit(logs: Floats) -> Floats:
         shared = _shared(logs)
         parts = [_logs(table, shared) / np.sqrt(len(table.rows)) for table in tables]
-        return np.concatenate(parts)
+        wrong = [_WEIGHT * lost(crossing, shared) for crossing in CROSSINGS]
+        return np.concatenate([*parts, *wrong])
 
     tables = [table for table in tables if table.software != "multicast"]
     first = np.clip(np.log([getattr(start, name) for name in _NAMES]), low + 1e-6, high - 1e-6)
@@ -81,6 +83,31 @@ def fit_shared(tables: Sequence[Table], start: Shared | None = None) -> Shared:
 def held_out(table: Table, tables: Sequence[Table]) -> Floats:
     """Errors on a table of constants fitted to all the others, from a start that has seen none."""
     return errors(table, cluster_of(table, fit_shared([t for t in tables if t is not table])))
+
+
+def lost(crossing: Crossing, shared: Shared = SHARED) -> Floats:
+    """By how much what should win loses below and above a crossing: logarithms, 0 where it wins."""
+    made = transports(shared)
+    by = tuple(made[name].with_launch(0.0) for name in crossing.software)
+    cluster = replace(Cluster.parse(crossing.cluster), transports=by)
+
+    def behind(size: int, best: str, other: str) -> float:
+        times = (_seconds(cluster, size, name) for name in (best, other))
+        return max(0.0, float(np.log(next(times) / next(times))))
+
+    return np.array(
+        [
+            behind(crossing.low, crossing.before, crossing.after),
+            behind(crossing.high, crossing.after, crossing.before),
+        ]
+    )
+
+
+def _seconds(cluster: Cluster, size: int, name: str) -> float:
+    """Of an algorithm, or of one form of the library's own: `two_shot`, `native`, `native ring`."""
+    algorithm, _, form = name.partition(" ")
+    found = readings("all_reduce", cluster, algorithm)
+    return min(r.seconds(size) for _, r in found if not form or r.detail.startswith(f"{form}/"))
 
 
 def _logs(table: Table, shared: Shared) -> Floats:
@@ -103,6 +130,7 @@ _START = Shared(
     many_base=8e-6,
     many_share=0.9,
     switch_base=15e-6,
+    registered_base=8e-6,
     switch_share=0.8,
     fill=3e-6,
     hop_fill=1e-6,
@@ -113,6 +141,7 @@ _START = Shared(
     push_step=2e-6,
     four_share=0.3,
 )
+_WEIGHT = 3.0  # of what should win and does not, beside a table's mean error
 _NAMES = tuple(f.name for f in fields(Shared))
 _BOUNDS: dict[str, tuple[float, float]] = {
     "stream": (1e-6, 5e-5),
@@ -122,16 +151,15 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "mid_share": (0.5, 0.95),
     "many_base": (1e-7, 6e-5),
     "many_share": (0.5, 1.0),
-    # not less: it takes over from LL rings between 1 and 2 MiB on 8 H100 (nccl-tests issue 309)
-    "switch_base": (7.5e-6, 3e-5),
+    "switch_base": (1e-6, 3e-5),
+    "registered_base": (1e-6, 3e-5),
     "switch_share": (0.5, 1.0),
     "fill": (1e-8, 5e-5),
     "hop_fill": (1e-8, 1e-5),
     "most": (1e-6, 5e-4),
     "pull_base": (1e-7, 2e-5),
     "pull_peer": (1e-7, 1e-5),
-    # not more: NCCL takes over from two-shot kernels near 16 MB on 8 H100 (vLLM, TensorRT-LLM)
-    "pull_share": (0.3, 0.76),
+    "pull_share": (0.3, 1.0),
     "push_step": (1e-7, 1e-5),
     "four_share": (0.02, 1.0),
 }

@@ -105,9 +105,9 @@ def _nvls(cluster: Cluster) -> Form | None:
     hops = [2] + [2 * floor(log2(max(count, 1))) for count in units[1:]]
     each = (inner + 1) / inner
     between = _loads(cluster, 0.0, 1.0 if units[-1] == 2 else 2.0)
-    return Form(
-        tuple(hops), between, each, each / (cluster.levels[0].bandwidth * cluster.levels[0].share)
-    )
+    switch = cluster.levels[0]
+    adding = each / (switch.bandwidth * switch.share * switch.reduces)
+    return Form(tuple(hops), between, each, adding)
 
 
 def _one_shot(cluster: Cluster) -> Form:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from plait.cluster import Cluster, Protocol, Transport
+from plait.cluster import Cluster, Level, Protocol, Transport
 from plait.cluster.transport import moved
 from plait.collectives.algorithms import ALGORITHMS, supports
 from plait.collectives.schedule import COLLECTIVES, Collective, Spec
@@ -124,8 +124,11 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
         made = form(name, collective, cluster)
         if made is None or (protocol.flags and not _ordered(cluster)):
             continue
-        hop = sum(
-            count * (protocol.hops * level.latency + protocol.step + at_once * protocol.message)
+        far = any(count and lv.network for count, lv in zip(made.hops, cluster.levels, strict=True))
+        if far and protocol.far_share is not None:
+            protocol = replace(protocol, share=protocol.far_share)
+        hop = (protocol.plateau if far else 1.0) * sum(
+            count * (_hops(protocol, level) + protocol.step + at_once * protocol.message)
             for count, at_once, level in zip(
                 made.hops, _at_once(cluster), cluster.levels, strict=True
             )
@@ -145,6 +148,13 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
             made.sent,
             (limit.latency, limit.network if made.network else limit.slope),
         )
+
+
+def _hops(protocol: Protocol, level: Level) -> float:
+    """Seconds of one hop of a level."""
+    if level.network and protocol.far_hops is not None:
+        return level.latency * protocol.far_hops
+    return level.latency * protocol.hops
 
 
 def _at_once(cluster: Cluster) -> tuple[int, ...]:
