@@ -59,12 +59,22 @@ def refused(group: Any) -> None:
         (lambda: collectives.all_to_all(x, [[1, 2, 1]], group), "takes 3 x 3 sizes"),
         (lambda: collectives.all_gather(x.sum(), None, group), "a scalar tensor has not"),
         (lambda: collectives.all_reduce(x, "world"), "takes a process group, not str"),
+        (lambda: collectives.all_reduce(x, group, "ring/²"), "no algorithm 'ring/²'"),
+        (lambda: collectives.all_gather(x, [4, True, 4], group), "takes 3 sizes, one a rank"),
+        (lambda: collectives.all_gather(x, [4.0] * n, group), "takes 3 sizes, one a rank"),  # type: ignore[list-item]
+        (lambda: collectives.all_to_all(x, [[2.0, 1, 1]] * n, group), "takes 3 x 3 sizes"),  # type: ignore[list-item]
+        (lambda: collectives.all_to_all(x.clone().requires_grad_(), [[4]], group), "takes 3 x 3"),
+        (lambda: collectives.all_reduce(x, group, chooser="ring"), "a chooser is a function"),  # type: ignore[arg-type]
+        *(
+            (lambda t=t: collectives.all_reduce(x, group, timeout=t), "a timeout is a number of sec")
+            for t in (0, -1.0, float("nan"), "1", True)
+        ),
     ]
     for call, words in calls:
         with pytest.raises(CollectiveError) as error:
             call()
         assert words in str(error.value), (words, str(error.value))
-    for spelling in ("ring[0]", "ring[3"):
+    for spelling in ("ring[0]", "ring[3", "ring[3]/999999999", "ring[4000]", "ring[" + "9" * 5000):
         with pytest.raises(ScheduleError):
             collectives.all_reduce(x, group, spelling)
     lives(group)

@@ -8,7 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.collectives import ALGORITHMS, COLLECTIVES, Spec, Transfer, build, draw, explain, names
+from plait.collectives import (
+    ALGORITHMS,
+    COLLECTIVES,
+    Schedule,
+    Spec,
+    Transfer,
+    build,
+    closed_form,
+    draw,
+    explain,
+    least,
+    ledger,
+    names,
+    prove,
+    supports,
+)
 from plait.collectives.schedule import balanced, offsets
 from plait.collectives.trees import binary_tree, binomial_tree, in_order_tree, twin_trees
 from plait.errors import ScheduleError
@@ -168,3 +183,85 @@ def test_neighbours_of_a_hierarchy_stay_within_their_group(
     crossing = [t for _, t in schedule.transfers() if t.source // n != t.target // n]
     assert crossing
     assert all(t.source % n == t.target % n for t in crossing)
+
+
+# --- what is no schedule ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        *("", "ring", "ring[]", "ring[-1]", "ring[4]]", "RING[4]", "ring[4 ]", "ring[4]//2", "ring[٤]"),
+        *("ring[4.0]", "sum ring[4]", "ring[4]@4", "ring[4]/0", "ring[2x2]", "ring[4: ring]"),
+        *("hierarchical[4]", "hierarchical[2x0: ring, ring]", "hierarchical[2x2: ring,, ring]"),
+        *("hierarchical[2x2: ring, native]", "all_to_all tree[4]", "native[4]", "ring[4];ring[4]"),
+        *("ring[100000]", "ring[4]/999999999", "ring[" + "9" * 5000 + "]", None, 4, b"ring[4]", ["x"]),
+        "hierarchical[" + "x".join(["2"] * 40) + ": " + ", ".join(["ring"] * 40) + "]",
+    ],
+    ids=lambda s: str(s)[:24],
+)
+def test_what_spells_no_schedule_is_refused_at_once(spelling):
+    for reader in (build, prove, draw, explain):
+        with pytest.raises(ScheduleError):
+            reader(spelling)
+
+
+@pytest.mark.parametrize(
+    ("levels", "more"),
+    [
+        *(((), {}), ((-2, -2), {}), ((4,), {"pieces": 1.5}), ((4,), {"root": True})),
+        *(((4,), {"collective": "sum"}), ((2.5,), {})),
+    ],
+)
+def test_a_spec_of_other_things_than_numbers_is_refused(levels, more):
+    with pytest.raises(ScheduleError):
+        build(Spec("ring", levels, **more))
+
+
+GIVEN = ((Transfer(0, 1, 0, "add"),), (Transfer(1, 0, 0, "copy"),))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"n": 0}, "0 is no number of ranks"),
+        ({"n": True}, "True is no number of ranks"),
+        ({"collective": "sum"}, "'sum' is no collective"),
+        ({"chunks": 0}, "has 0 chunks"),
+        ({"root": 2}, "root at 2"),
+        ({"collective": "all_gather", "chunks": 3}, "multiple of 2"),
+        ({"steps": list(GIVEN)}, "no tuple but list"),
+        ({"steps": (((0, 1, 0, "add"),),)}, "in step 0"),
+        ({"steps": (*GIVEN, (Transfer(0, 1, 0.5, "add"),))}, "in step 2"),
+        ({"steps": (*GIVEN, (Transfer(0, True, 0, "add"),))}, "in step 2"),
+        ({"steps": (*GIVEN, (Transfer(0, 1, 0, "mul"),))}, "in step 2"),
+    ],
+)
+def test_a_schedule_by_hand_is_formed_rightly(changed, words):
+    fine = {"collective": "all_reduce", "n": 2, "chunks": 1, "steps": GIVEN}
+    assert prove(Schedule(**fine)).roundings == 1
+    with pytest.raises(ScheduleError, match=words.replace("(", r"\(")):
+        Schedule(**fine | changed)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda: ledger("ring[4]", -1),
+        lambda: ledger("ring[4]", 1.5),
+        lambda: ledger("ring[4]", "1MiB"),
+        lambda: ledger("ring[4]", 8, 0),
+        lambda: ledger("ring[4]", 8, 1, [2] * 4),  # an all_reduce has no parts
+        lambda: ledger("all_gather ring[4]", 8, 1, [2, 2, 2, "2"]),
+        lambda: ledger("all_gather ring[4]", 8, 1, 8),
+        lambda: closed_form("ring", "sum", 4),
+        lambda: closed_form("ring", "all_reduce", 0),
+        lambda: least("sum", 4),
+        lambda: least("all_reduce", 0),
+        lambda: names("sum"),
+        lambda: supports("ring", "sum"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(count):
+    with pytest.raises(ScheduleError):
+        count()

@@ -11,19 +11,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
+from math import isqrt
 
 from plait.collectives import moves, trees
 from plait.collectives.hierarchy import Algorithm, AllGather, Broadcast, each, hierarchy
 from plait.collectives.moves import Steps, split
-from plait.collectives.schedule import COLLECTIVES, Collective, Schedule, Spec
+from plait.collectives.schedule import COLLECTIVES, Collective, Schedule, Spec, check_asked, whole
 from plait.errors import ScheduleError
+
+MOST = 1 << 20  # transfers, about, of a schedule that is built step by step
+
+
+def build(spec: Spec | str) -> Schedule:
+    """The schedule that a spelling or a `Spec` names."""
+    return _build(spec if isinstance(spec, Spec) else Spec.parse(spec))
+
+
+def schedule_of(what: Schedule | Spec | str) -> Schedule:
+    """A schedule as it is, or by its spelling."""
+    return what if isinstance(what, Schedule) else build(what)
+
+
+def transfers(spec: Spec) -> int:
+    """About the most that its schedule has: the chunks of every rank, to every other."""
+    return spec.n * spec.n * spec.pieces
 
 
 @lru_cache(maxsize=512)
-def build(spec: Spec | str) -> Schedule:
-    """The schedule that a spelling or a `Spec` names."""
-    if isinstance(spec, str):
-        return build(Spec.parse(spec))
+def _build(spec: Spec) -> Schedule:
     algorithm = _resolve(spec)
     if spec.n == 1:
         return Schedule(spec.collective, 1, 1, (), 0, spec)
@@ -34,11 +49,11 @@ def build(spec: Spec | str) -> Schedule:
 
 def supports(algorithm: str, collective: Collective) -> bool:
     """Does the algorithm have a schedule for this collective?"""
-    return (
-        collective != "all_to_all"
-        or algorithm == "hierarchical"
-        or ALGORITHMS[algorithm].all_to_all is not None
-    )
+    check_asked(collective)
+    if algorithm == "hierarchical":
+        return True
+    known = ALGORITHMS.get(algorithm)
+    return known is not None and (collective != "all_to_all" or known.all_to_all is not None)
 
 
 def names(collective: Collective) -> tuple[str, ...]:
@@ -108,10 +123,18 @@ def _resolve(spec: Spec) -> Algorithm:
         )
     if spec.collective not in COLLECTIVES:
         raise ScheduleError(f"{spec}: {spec.collective!r} is none of {', '.join(COLLECTIVES)}")
-    if spec.n < 1 or spec.pieces < 1 or not 0 <= spec.root < spec.n:
+    sound = spec.levels and all(whole(size, least=1) for size in spec.levels)
+    sound = sound and whole(spec.pieces, least=1) and whole(spec.root, least=0)
+    if not sound or spec.root >= spec.n:
         raise ScheduleError(
             f"{spec}: needs at least one rank (has {spec.n}), one piece (has {spec.pieces}) "
-            f"and a root among the ranks (has {spec.root})"
+            f"and a root among the ranks (has {spec.root}), all whole numbers"
+        )
+    if transfers(spec) > MOST:
+        raise ScheduleError(
+            f"{spec}: would have about {transfers(spec):.2g} transfers, and {MOST} are the most that "
+            f"are written down; nearest: {isqrt(MOST // spec.pieces)} ranks, or "
+            f"{MOST // spec.n**2} pieces (plait.cost.flow.wide simulates thousands of ranks)"
         )
     if spec.algorithm != "hierarchical" and (len(spec.levels) > 1 or spec.inner):
         raise ScheduleError(

@@ -209,11 +209,11 @@ class _Reduce(Function):
 class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sizes: Sizes, terms: Terms) -> Tensor:
-        ctx.terms = terms
+        came = tensors.all_to_all(tensor, sizes, terms)
         even = [balanced(tensor.shape[0], terms.size)] * terms.size
         table = even if sizes is None else sizes
-        ctx.sizes = [list(column) for column in zip(*table, strict=True)]
-        return tensors.all_to_all(tensor, sizes, terms)
+        ctx.terms, ctx.sizes = terms, [list(column) for column in zip(*table, strict=True)]
+        return came
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

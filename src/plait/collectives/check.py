@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
+from plait.collectives.algorithms import schedule_of
 from plait.collectives.posting import (
     Add,
     Copy,
@@ -84,9 +85,13 @@ class Proof:
         return self.orders <= 1
 
 
-@lru_cache(maxsize=512)
-def prove(schedule: Schedule, slots: int = 2) -> Proof:
+def prove(schedule: Schedule | str, slots: int = 2) -> Proof:
     """The proof; ScheduleError where there is none."""
+    return _prove(schedule_of(schedule), slots)
+
+
+@lru_cache(maxsize=512)
+def _prove(schedule: Schedule, slots: int) -> Proof:
     orders = Orders()
     final = _promised(schedule, run_steps(schedule, orders))
     _useful(schedule, set(final))

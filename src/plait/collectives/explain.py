@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plait.collectives.algorithms import build
+from plait.collectives.algorithms import schedule_of
 from plait.collectives.check import prove
 from plait.collectives.ledger import compare
 from plait.collectives.schedule import Message, Schedule
@@ -17,7 +17,7 @@ _ADDED = {
 
 def explain(schedule: Schedule | str, size: int = 1 << 20) -> str:
     """What a schedule does: steps, bytes beside the bound, how sums are rounded."""
-    schedule = build(schedule) if isinstance(schedule, str) else schedule
+    schedule = schedule_of(schedule)
     proof = prove(schedule)
     messages = sum(map(len, schedule.messages))
     lines = [
@@ -38,7 +38,7 @@ def draw(schedule: Schedule | str) -> str:
     0        2: +1       0: +2       1: +0        rank 0 adds chunk 1 from rank 2
     2        2: 2        0: 0        1: 1         rank 0 takes chunk 2 from rank 2
     """
-    schedule = build(schedule) if isinstance(schedule, str) else schedule
+    schedule = schedule_of(schedule)
     table = [["step", *(f"rank {rank}" for rank in range(schedule.n))]]
     for index, step in enumerate(schedule.messages):
         arrivals = [" ".join(_arrivals(step, rank)) for rank in range(schedule.n)]

@@ -40,7 +40,7 @@ from plait.collectives.run import (
 )
 from plait.collectives.schedule import Schedule
 from plait.collectives.sentry import Sentry, differing
-from plait.errors import CollectiveError, PlaitError
+from plait.errors import CollectiveError
 
 HEADER = 512  # bytes: a digest of the request and the beginning of its words
 _KINDS = 1 << 16  # of requests that are remembered as agreed
@@ -136,7 +136,7 @@ class Communicator:
         finally:
             self._ordered = before
 
-    def refuse(self, what: str, error: PlaitError) -> None:
+    def refuse(self, what: str, error: Exception) -> None:
         """This rank cannot take part in what would have been the next call."""
         self._calls += 1
         if self._sentry is not None:

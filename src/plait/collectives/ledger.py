@@ -16,7 +16,9 @@ from functools import cached_property
 from math import ceil, log2
 from types import MappingProxyType
 
-from plait.collectives.schedule import Collective, Schedule
+from plait.collectives.algorithms import schedule_of
+from plait.collectives.schedule import Collective, Schedule, check_asked, whole
+from plait.errors import ScheduleError
 
 Link = tuple[int, int]
 
@@ -52,12 +54,16 @@ class Ledger:
 
 
 def ledger(
-    schedule: Schedule, size: int, itemsize: int = 1, sizes: Sequence[int] | None = None
+    schedule: Schedule | str, size: int, itemsize: int = 1, sizes: Sequence[int] | None = None
 ) -> Ledger:
     """The bytes of a schedule for `size` bytes, cut between elements of `itemsize` bytes.
 
     `sizes`: elements of each part, where they are uneven (see `Schedule.chunk_sizes`).
     """
+    schedule = schedule_of(schedule)
+    if not whole(size, least=0) or not whole(itemsize, least=1):
+        text = f"{size!r} bytes in elements of {itemsize!r}; both are whole numbers, 0 and 1 the least"
+        raise ScheduleError(f"{schedule}: cannot count {text}")
     elements = schedule.chunk_sizes(size // itemsize, sizes)
     links: Counter[Link] = Counter()
     for _, transfer in schedule.transfers():
@@ -79,6 +85,7 @@ class Form:
 
 def closed_form(algorithm: str, collective: Collective, n: int) -> Form | None:
     """The formula of an algorithm, where one is known, for sizes that divide evenly."""
+    check_asked(collective, n)
     forms = _FORMS.get((collective, algorithm))
     return forms(n) if forms and n > 1 else None
 
@@ -90,6 +97,7 @@ def least(collective: Collective, n: int) -> Form:
     2(n-1)/n (Patarasuk and Yuan 2009), by the average over ranks of `total`.
     total: every element of an all_reduce takes n - 1 transfers to one place and n - 1 back.
     """
+    check_asked(collective, n)
     if n == 1:
         return Form(0, 0)
     share = (n - 1) / n
@@ -103,8 +111,9 @@ def least(collective: Collective, n: int) -> Form:
     }[collective]
 
 
-def compare(schedule: Schedule, size: int) -> str:
+def compare(schedule: Schedule | str, size: int) -> str:
     """Counted bytes beside the closed form and the bound, as a small table."""
+    schedule = schedule_of(schedule)
     book, bound = ledger(schedule, size), least(schedule.collective, schedule.n)
     name = schedule.spec.algorithm if schedule.spec else ""
     form = closed_form(name, schedule.collective, schedule.n)

@@ -8,6 +8,7 @@ Every rank must ask for the same. What differs by right, this rank's own rows, i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from plait.collectives.algorithms import build, names
 from plait.collectives.run import ReduceOp
-from plait.collectives.schedule import Collective, Schedule, Spec, balanced
+from plait.collectives.schedule import Collective, Schedule, Spec, balanced, whole
 from plait.errors import CollectiveError
 
 Algorithm = str | Schedule
@@ -92,6 +93,13 @@ def nbytes(asked: Request, n: int) -> int:
     return count * asked.dtype.itemsize // (2 if asked.dtype.is_complex else 1)
 
 
+def check_timeout(collective: str, timeout: float | None) -> None:
+    fine = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
+    if timeout is not None and not fine:
+        text = f"a timeout is a number of seconds above 0, or None for the group's; got {timeout!r}"
+        raise CollectiveError(f"{collective}: {text}")
+
+
 # --- the tensor ----------------------------------------------------------------------------------
 
 
@@ -150,16 +158,20 @@ def _rows(collective: str, tensor: Tensor, rank: int, n: int, sizes: Sizes) -> t
 def _listed(collective: str, sizes: Sizes, n: int) -> tuple[int, ...]:
     assert sizes is not None
     rows = tuple(sizes)
-    if len(rows) != n or any(not isinstance(r, int) or r < 0 for r in rows):
+    if len(rows) != n or not all(whole(r, least=0) for r in rows):
         text = f"takes {n} sizes, one a rank and none below 0; got {list(rows)}"
         raise CollectiveError(f"{collective}: {text}")
     return tuple(r for r in rows if isinstance(r, int))
 
 
+def _rightful(row: Sequence[object]) -> bool:
+    return all(whole(size, least=0) for size in row)
+
+
 def _table(sizes: Sizes, n: int) -> tuple[int, ...]:
     assert sizes is not None
     rows = [tuple(row) if isinstance(row, Sequence) else () for row in sizes]
-    if len(rows) != n or any(len(row) != n or min(row) < 0 for row in rows):
+    if len(rows) != n or not all(len(row) == n and _rightful(row) for row in rows):
         text = f"takes {n} x {n} sizes, by source and destination, none below 0; got {list(sizes)}"
         raise CollectiveError(f"all_to_all: {text}")
     return tuple(size for row in rows for size in row)
@@ -172,6 +184,9 @@ def _schedule(
     asked: Request, n: int, algorithm: Algorithm, chooser: Chooser | None
 ) -> Schedule | None:
     if algorithm == "auto":
+        if chooser is not None and not callable(chooser):
+            text = f"a chooser is a function of (collective, bytes, ranks), not {chooser!r}"
+            raise CollectiveError(f"{asked.collective}: {text}")
         chosen = chooser(asked.collective, nbytes(asked, n), n) if chooser else "native"
         return None if chosen == "auto" else _schedule(asked, n, chosen, None)
     if algorithm == "native":
@@ -192,7 +207,7 @@ def _schedule(
     if name == "hierarchical":
         text = f"say its levels, for example hierarchical[2x{max(1, n // 2)}: ring, tree]"
         raise CollectiveError(f"{asked.collective}: hierarchical has levels: {text}")
-    if name not in names(asked.collective) or (pieces and not pieces.isdigit()):
+    if name not in names(asked.collective) or (pieces and not re.fullmatch("[0-9]{1,9}", pieces)):
         known = ", ".join(("auto", "native", *names(asked.collective), "hierarchical[...]"))
         raise CollectiveError(f"{asked.collective}: no algorithm {algorithm!r}; there are {known}")
     count = int(pieces) if pieces else _pieces(name, asked.collective, nbytes(asked, n))

@@ -95,7 +95,7 @@ class Spec:
 
     @staticmethod
     def parse(text: str) -> Spec:
-        match = _SPELLING.fullmatch(text.strip())
+        match = _SPELLING.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
                 f"{text!r} does not spell a schedule; one reads "
@@ -126,6 +126,10 @@ class Schedule:
     steps: tuple[Step, ...]
     root: int = 0
     spec: Spec | None = None
+
+    def __post_init__(self) -> None:
+        if self.spec is None:  # what `build` makes is formed rightly
+            _check_form(self)
 
     @property
     def spelling(self) -> str:
@@ -178,17 +182,61 @@ class Schedule:
         `sizes`: the part of each rank in an uneven reduce_scatter or all_gather, in place of an
         even one of `total`; in all_to_all the block of each (source, destination), row by row.
         """
+        if not whole(total, least=0):
+            raise ScheduleError(f"{self}: {total!r} is no size; it is a whole number, 0 or more")
         if self.collective in ("all_reduce", "broadcast", "reduce"):
+            if sizes is not None:
+                raise ScheduleError(f"{self}: has no parts, so takes no sizes; got {sizes}")
             return balanced(total, self.chunks)
         exchanged = self.collective == "all_to_all"
         if sizes is None:
             parts = balanced(total, self.n) * (self.n if exchanged else 1)
         else:
-            parts = tuple(sizes)
+            parts = tuple(sizes) if isinstance(sizes, Sequence) else ()
         count = self.n * self.n if exchanged else self.n
-        if len(parts) != count or min(parts) < 0:
+        if len(parts) != count or not all(whole(part, least=0) for part in parts):
             raise ScheduleError(f"{self}: needs {count} sizes, none below 0, and got {parts}")
         return tuple(piece for part in parts for piece in balanced(part, self.chunks // count))
+
+
+def whole(number: object, least: int) -> bool:
+    """Is it a whole number, no truth value, and not below `least`?"""
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+def check_asked(collective: str, n: int = 1) -> None:
+    """ScheduleError unless there is such a collective, and a group of so many ranks."""
+    if collective not in COLLECTIVES:
+        raise ScheduleError(f"{collective!r} is no collective; there are {', '.join(COLLECTIVES)}")
+    if not whole(n, least=1):
+        raise ScheduleError(f"{collective}: {n!r} is no number of ranks; it is 1 or more")
+
+
+def _check_form(schedule: Schedule) -> None:
+    """Of a schedule that was written by hand: is everything in it of its kind?"""
+    check_asked(schedule.collective, schedule.n)
+    n, chunks, wrong = schedule.n, schedule.chunks, []
+    parts = {"all_to_all": n * n, "all_gather": n, "reduce_scatter": n}.get(schedule.collective, 1)
+    if not whole(chunks, least=1) or (n > 1 and chunks % parts):
+        wrong.append(f"has {chunks!r} chunks, and needs a multiple of {parts}")
+    if not whole(schedule.root, least=0) or schedule.root >= n:
+        wrong.append(f"has its root at {schedule.root!r}, which is none of the ranks 0..{n - 1}")
+    if not isinstance(schedule.steps, tuple):
+        wrong.append(f"has for steps no tuple but {type(schedule.steps).__name__}")
+    else:
+        wrong += [
+            f"has in step {i} {step!r}; a step is a tuple of Transfer(source, target, chunk, op)"
+            for i, step in enumerate(schedule.steps)
+            if not (isinstance(step, tuple) and all(map(_is_transfer, step)))
+        ]
+    if wrong:
+        raise ScheduleError(f"the {schedule} {'; '.join(wrong)}")
+
+
+def _is_transfer(found: object) -> bool:
+    if not isinstance(found, Transfer) or found.op not in get_args(Op):
+        return False
+    return all(type(place) is int for place in (found.source, found.target, found.chunk))
 
 
 def balanced(total: int, parts: int) -> tuple[int, ...]:
@@ -212,6 +260,6 @@ def _messages(index: int, step: Step) -> Iterator[Message]:
 
 _SPELLING = re.compile(
     rf"(?:(?P<collective>{'|'.join(COLLECTIVES)})\s+)?(?P<algorithm>[a-z_]+)"
-    r"\[(?P<levels>\d+(?:x\d+)*)(?::\s*(?P<inner>[a-z_]+(?:\s*,\s*[a-z_]+)*))?\]"
-    r"(?:/(?P<pieces>\d+))?(?:@(?P<root>\d+))?"
+    r"\[(?P<levels>[0-9]{1,9}(?:x[0-9]{1,9})*)(?::\s*(?P<inner>[a-z_]+(?:\s*,\s*[a-z_]+)*))?\]"
+    r"(?:/(?P<pieces>[0-9]{1,9}))?(?:@(?P<root>[0-9]{1,9}))?"
 )

@@ -81,7 +81,7 @@ class Sentry:
         finally:
             self._comparing = False
 
-    def refuse(self, number: int, what: str, error: PlaitError) -> None:
+    def refuse(self, number: int, what: str, error: Exception) -> None:
         """This rank takes no part in the call, so that the others shall not wait for it."""
         self._say(Said(number, what, f"rank {self.rank}: {error}", type(error).__name__))
 

@@ -16,10 +16,18 @@ from torch import Tensor
 
 from plait.collectives import native
 from plait.collectives.group import Communicator, communicator
-from plait.collectives.request import Algorithm, Chooser, Request, Sizes, request, writable
+from plait.collectives.request import (
+    Algorithm,
+    Chooser,
+    Request,
+    Sizes,
+    check_timeout,
+    request,
+    writable,
+)
 from plait.collectives.run import Blocks, Flat, ReduceOp
 from plait.collectives.schedule import Collective, Schedule, offsets
-from plait.errors import CollectiveError, PlaitError
+from plait.errors import CollectiveError
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Terms:
         here = communicator(self.group)
         backend = here.backend(tensor.device.type) if isinstance(tensor, Tensor) else ""
         try:
+            check_timeout(collective, self.timeout)
             how = self.algorithm, self.chooser
             asked = request(collective, tensor, (here.rank, here.size), how, op, root, sizes)
             if written and not writable(tensor):
@@ -64,7 +73,7 @@ class Terms:
                 raise CollectiveError(
                     f"{collective}: {backend} does not add {asked.dtype}; algorithm='ring' does"
                 )
-        except PlaitError as error:
+        except Exception as error:  # a chooser's own, too: the others must not wait
             here.refuse(collective, error)
             raise
         return here, asked

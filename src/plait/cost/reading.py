@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from plait.cluster import Cluster, Level, Protocol, Transport
 from plait.cluster.transport import moved
-from plait.collectives.algorithms import ALGORITHMS, supports
+from plait.collectives.algorithms import ALGORITHMS, supports, transfers
 from plait.collectives.schedule import COLLECTIVES, Collective, Spec
 from plait.cost.bound import bound
 from plait.cost.flow import flow_of
@@ -216,7 +216,9 @@ def _specs(
         elif supports(name, collective):
             several = _PIECES if name in _PIPELINED and cluster.size > 2 else (1,)
             for pieces in (int(count),) if count else several:
-                yield name, Spec(name, (cluster.size,), collective, (), pieces, at)
+                spec = Spec(name, (cluster.size,), collective, (), pieces, at)
+                if wanted or transfers(spec) <= _TRIED:
+                    yield name, spec
 
 
 def _hierarchies(collective: Collective, cluster: Cluster, root: int) -> Iterator[Spec]:
@@ -226,6 +228,7 @@ def _hierarchies(collective: Collective, cluster: Cluster, root: int) -> Iterato
     if (
         len(hosts) < 2
         or g < 2
+        or cluster.size**2 > _TRIED
         or hosts != tuple(tuple(range(i * g, i * g + g)) for i in range(len(hosts)))
     ):
         return
@@ -244,6 +247,7 @@ def _reaches(by: Transport, cluster: Cluster) -> bool:
 
 BARE = Protocol("bare")  # hops and line rate, nothing else
 _PIECES = (1, 4, 16)
+_TRIED = 1 << 16  # transfers of a schedule that nobody asked for by name: 256 ranks in one piece
 _PIPELINED = frozenset(
     name for name, a in ALGORITHMS.items() if a.style == "root" or name == "ring"
 ) - {"parameter_server"}
