@@ -1,8 +1,8 @@
 """What software costs on any machine: one set of constants, and the transports made of it.
 
-The constants are fitted to all published tables together (cost/shared.py), so that a machine is
-described by its hardware alone; each table is also predicted by constants that have not seen it
-(bench/price.py prints both). `plait calibrate` replaces them by a machine's own.
+The constants are fitted to all published tables and crossings together (cost/fitting.py), so that a
+machine is described by its hardware alone; each table is also predicted by constants that have not
+seen it (bench/price.py prints both). `plait calibrate` replaces them by a machine's own.
 
     nccl        its own collectives: rings and trees by two protocols, and addition in the switch;
                 its sends and receives for schedules step by step
@@ -37,24 +37,24 @@ STEPWISE = (
 class Shared:
     """Seconds, and shares of what a copy reaches (Level.share)."""
 
-    stream: float = 14.6e-6  # to start a collective from a C++ loop on a stream; in a CUDA graph: 0
-    torch: float = 27.1e-6  # from Python
-    few_base: float = 11.2e-6  # NCCL's LL: flags in the data, soon and at a part of the rate
-    few_share: float = 0.453
-    mid_share: float = 0.700  # NCCL's LL128: a flag in each 128 bytes
-    many_base: float = 17.8e-6  # NCCL's Simple: chunks and counters, late and at the full rate
-    many_share: float = 0.958
-    switch_base: float = 11.6e-6  # Simple where the switch adds, and what that reaches of its rate
-    registered_base: float = 6.10e-6  # the same by a kernel on registered buffers
-    switch_share: float = 0.915
-    fill: float = 3.19e-6  # Simple's pipeline: chunks, and for each hop
-    hop_fill: float = 0.621e-6
-    most: float = 140e-6
-    pull_base: float = 5.60e-6
-    pull_peer: float = 0.571e-6  # each peer in each step: its flag
-    pull_share: float = 0.817
-    push_step: float = 2.49e-6
-    four_share: float = 0.231  # of a port, by kernels of only four thread blocks
+    stream: float = 14.7e-6  # to start a collective from a C++ loop on a stream; in a CUDA graph: 0
+    torch: float = 26.7e-6  # from Python
+    few_base: float = 11.6e-6  # NCCL's LL: flags in the data, soon and at a part of the rate
+    few_share: float = 0.498
+    mid_share: float = 0.686  # NCCL's LL128: a flag in each 128 bytes
+    many_base: float = 24.3e-6  # NCCL's Simple: chunks and counters, late and at the full rate
+    many_share: float = 0.961
+    switch_base: float = 11.9e-6  # Simple where the switch adds, and what that reaches of its rate
+    registered_base: float = 6.14e-6  # the same by a kernel on registered buffers
+    switch_share: float = 0.904
+    fill: float = 2.72e-6  # Simple's pipeline: chunks, and for each hop
+    hop_fill: float = 0.801e-6
+    most: float = 80.5e-6
+    pull_base: float = 5.75e-6
+    pull_peer: float = 0.513e-6  # each peer in each step: its flag
+    pull_share: float = 0.811
+    push_step: float = 2.53e-6
+    four_share: float = 0.255  # of a port, by kernels of only four thread blocks
 
 
 # Hops in those of a ring by LL, which take 0.6 us by NVLink and 2.7 us by network: (near, far).

@@ -76,7 +76,7 @@ def fit_shared(tables: Sequence[Table], start: Shared | None = None) -> Shared:
 
     tables = [table for table in tables if table.software != "multicast"]
     first = np.clip(np.log([getattr(start, name) for name in _NAMES]), low + 1e-6, high - 1e-6)
-    found = least_squares(misfit, first, bounds=(low, high), loss="soft_l1", f_scale=0.15)
+    found = least_squares(misfit, first, bounds=(low, high), loss="soft_l1", f_scale=0.25)
     return _shared(found.x)
 
 
