@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -43,6 +44,7 @@ from plait.collectives.sentry import Sentry, differing
 from plait.errors import CollectiveError
 
 HEADER = 512  # bytes: a digest of the request and the beginning of its words
+_REQUESTS = 1 << 12  # that are kept with what they were made of
 _KINDS = 1 << 16  # of requests that are remembered as agreed
 
 
@@ -60,7 +62,7 @@ class Pool:
 
     @contextmanager
     def borrow(self, elements: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-        if device.type != "cpu":  # its allocator keeps memory, and knows about streams
+        if device.type != "cpu" or not elements:  # its allocator keeps memory, and knows about streams
             yield torch.empty(elements, dtype=dtype, device=device)
             return
         buffer = self._take(elements * dtype.itemsize)
@@ -96,6 +98,8 @@ class Communicator:
         self._ordered = False
         self._agreed: set[str] = set()
         self._proven: set[Schedule] = set()
+        self._backends: dict[str, str] = {}
+        self.asked: dict[tuple[Any, ...] | None, Request] = {}  # requests that were checked
         watched = self.size > 1 and self.backend("cpu") == "gloo"
         self._sentry = Sentry(group, _store(group)) if watched else None
 
@@ -107,10 +111,19 @@ class Communicator:
 
     def backend(self, device: str) -> str:
         """The backend of this group for a type of device; "" if it has none."""
-        try:
-            return str(self.group._get_backend(torch.device(device)).name())
-        except RuntimeError:
-            return ""
+        if device not in self._backends:
+            try:
+                self._backends[device] = str(self.group._get_backend(torch.device(device)).name())
+            except RuntimeError:
+                return ""
+        return self._backends[device]
+
+    def remember(self, key: tuple[Any, ...] | None, asked: Request) -> None:
+        """A request that was checked, for the next call that is made of the same."""
+        if key is not None:
+            if len(self.asked) >= _REQUESTS:
+                self.asked.clear()
+            self.asked[key] = asked
 
     @contextmanager
     def call(self, asked: Request, device: torch.device, timeout: float | None) -> Iterator[None]:
@@ -121,10 +134,10 @@ class Communicator:
             self._agree(what, device)
             yield
             return
-        limit = timeout if timeout is not None else self._timeout(device)
-        with self._sentry.over(self._calls, what, limit):
-            with self._sentry.comparing():
-                self._agree(what, device)
+        with self._sentry.over(self._calls, what, timeout):
+            if what not in self._agreed:
+                with self._sentry.comparing():
+                    self._agree(what, device)
             yield
 
     @contextmanager
@@ -193,10 +206,6 @@ class Communicator:
             f"{signature}: point-to-point transfers of {device.type} tensors need gloo (cpu) or "
             f"nccl (cuda), and the group has {name} for them; algorithm='native' takes what it can"
         )
-
-    def _timeout(self, device: torch.device) -> float:
-        options = self.group._get_backend(device).options
-        return float(options._timeout.total_seconds())
 
     def _agree(self, what: str, device: torch.device) -> None:
         """Compare the request with all ranks', unless one like it was compared before."""

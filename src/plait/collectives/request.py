@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import get_args
 
@@ -48,12 +49,16 @@ class Request:
     def rows(self) -> tuple[int, ...]:
         return self.sizes or ()
 
-    @property
+    @cached_property
     def parts(self) -> tuple[int, ...]:
         """The numbers of each part; of a vector without parts, of the whole."""
         return tuple(rows * self.row for rows in self.sizes or (1,))
 
     def __str__(self) -> str:
+        return self._words
+
+    @cached_property
+    def _words(self) -> str:
         what: list[str] = [self.collective, *([self.op] if self.op else [])]
         rows = ["*"] if self.sizes is not None else []
         dims = ", ".join([*rows, *map(str, self.shape)])

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from plait.errors import CollectiveError, PlaitError, RankError
 
 PATIENCE = 1.0  # seconds that a call may last before the store is asked
 TICK = 0.2  # seconds between two looks into the store
+GRACE = PATIENCE + 2 * TICK  # seconds after which a rank that came in time has said so
 HEARSAY = 2.0  # seconds for all ranks to say where they are, or why a transfer broke
 _TAG = 2**30 - 7  # of a message that nobody sends
 
@@ -50,7 +52,8 @@ class Sentry:
         self._store = PrefixStore("plait.collectives", store)
         self.rank, self.size = group.rank(), group.size()
         self._lock = threading.Lock()
-        self._call: tuple[int, str, float, float] | None = None  # number, what, since, timeout
+        # number, what, since, timeout (None: the group's own)
+        self._call: tuple[int, str, float, float | None] | None = None
         self._comparing = False
         self._said = (-1, False)  # the last call that was written into the store, and if comparing
         self._verdict: PlaitError | None = None
@@ -59,7 +62,7 @@ class Sentry:
         weakref.finalize(self, wake.set)
 
     @contextlib.contextmanager
-    def over(self, number: int, what: str, timeout: float) -> Iterator[None]:
+    def over(self, number: int, what: str, timeout: float | None) -> Iterator[None]:
         """Watch over a call; what breaks in it is raised as the reason why."""
         self._call = number, what, time.monotonic(), timeout
         self._wake.set()
@@ -94,10 +97,18 @@ class Sentry:
         comparing = self._comparing
         if self._said != (number, comparing):
             self._say(Said(number, what, comparing=comparing))
-        verdict = self._judge(number, what, time.monotonic() - since, timeout)
+        limit = self._group_timeout() if timeout is None else timeout
+        verdict = self._judge(number, what, time.monotonic() - since, limit)
         if verdict is not None and self._call is call:
             self._verdict = verdict
             self._break(number, what, verdict)
+
+    def _group_timeout(self) -> float:
+        group = self._group()
+        if group is None:
+            return inf
+        options = group._get_backend(torch.device("cpu")).options
+        return float(options._timeout.total_seconds())
 
     # --- what the store tells ---------------------------------------------------------------------
 
@@ -112,7 +123,7 @@ class Sentry:
         compared = all(s.comparing for s in come.values())  # they will all see it, and live on
         if len(set(here.values())) > 1 and not patient and not compared:
             return CollectiveError(differing(number, here))
-        if waited < timeout:
+        if waited < timeout + GRACE:
             return None
         absent = [
             r for r in range(self.size) if r != self.rank and said.get(r, _NONE).number < number

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,25 +59,50 @@ class Terms:
     ) -> tuple[Communicator, Request]:
         """This rank's request; where it makes none, the other ranks are told before it raises."""
         here = communicator(self.group)
-        backend = here.backend(tensor.device.type) if isinstance(tensor, Tensor) else ""
         try:
             check_timeout(collective, self.timeout)
-            how = self.algorithm, self.chooser
-            asked = request(collective, tensor, (here.rank, here.size), how, op, root, sizes)
-            if written and not writable(tensor):
+            key = self._key(collective, tensor, op, root, sizes)
+            asked = here.asked.get(key)
+            if asked is None:
+                how = self.algorithm, self.chooser
+                asked = request(collective, tensor, (here.rank, here.size), how, op, root, sizes)
+                _check_dtype(asked, here.backend(tensor.device.type))
+                here.remember(key, asked)
+            if written and not (tensor.is_contiguous() or writable(tensor)):
                 raise CollectiveError(
                     f"{collective}: elements of the tensor share memory (shape "
                     f"{tuple(tensor.shape)}, strides {tensor.stride()}), so it cannot be written; "
                     "give it memory of its own with .clone(memory_format=torch.contiguous_format)"
                 )
-            if asked.schedule is None and op and not native.reduces(asked.dtype, backend):
-                raise CollectiveError(
-                    f"{collective}: {backend} does not add {asked.dtype}; algorithm='ring' does"
-                )
         except Exception as error:  # a chooser's own, too: the others must not wait
             here.refuse(collective, error)
             raise
         return here, asked
+
+    def _key(
+        self, collective: Collective, tensor: Tensor, op: str | None, root: int | None, sizes: Sizes
+    ) -> tuple[Any, ...] | None:
+        """What the request is made of; None where that has no key: a chooser may change its mind,
+        and True and 1.0 look like 1."""
+        plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+        if not plain or self.chooser is not None or not (root is None or type(root) is int):
+            return None
+        rows: Sizes = None
+        if sizes is not None:
+            if not isinstance(sizes, list | tuple) or any(type(row) is not int for row in sizes):
+                return None
+            rows = tuple(sizes)  # type: ignore[assignment]
+        if not isinstance(self.algorithm, str | Schedule):
+            return None
+        where = tensor.device.type
+        return collective, tensor.dtype, tensor.shape, where, op, root, rows, self.algorithm
+
+
+def _check_dtype(asked: Request, backend: str) -> None:
+    if asked.schedule is None and asked.op and not native.reduces(asked.dtype, backend):
+        raise CollectiveError(
+            f"{asked.collective}: {backend} does not add {asked.dtype}; algorithm='ring' does"
+        )
 
 
 def all_reduce(tensor: Tensor, op: str, terms: Terms) -> Tensor:
