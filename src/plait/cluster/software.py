@@ -44,7 +44,7 @@ class Shared:
     mid_share: float = 0.686  # NCCL's LL128: a flag in each 128 bytes
     many_base: float = 24.3e-6  # NCCL's Simple: chunks and counters, late and at the full rate
     many_share: float = 0.961
-    switch_base: float = 11.9e-6  # Simple where the switch adds, and what that reaches of its rate
+    switch_base: float = 11.5e-6  # Simple where the switch adds, and what that reaches of its rate
     registered_base: float = 6.14e-6  # the same by a kernel on registered buffers
     switch_share: float = 0.904
     fill: float = 2.72e-6  # Simple's pipeline: chunks, and for each hop
