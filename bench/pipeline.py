@@ -302,20 +302,26 @@ def main() -> None:
     parser.add_argument("--trace", default="")
     parser.add_argument("--keep", action="store_true")
     asked = parser.parse_args()
-    before = os.getloadavg()[0]
     lines: list[str] = []
+    busy = os.getloadavg()[0]
     for places in asked.places:
         rows = rows_of(sleeping, places, asked.steps)
+        busy = max(busy, os.getloadavg()[0])
         lines += [*table(f"{places} stages that sleep", rows), *beside(rows), ""]
+        told(lines, busy, asked.keep)
         if asked.trace:
             Path(asked.trace).write_text(perfetto(rows))
     if asked.real:
         lines += table("2 stages that compute, one thread each", rows_of(real, 2, asked.steps))
-    busy = max(before, os.getloadavg()[0])
+        told(lines, max(busy, os.getloadavg()[0]), asked.keep)
+
+
+def told(lines: Sequence[str], busy: float, keep: bool) -> None:
+    """What is known so far."""
     load = f"Load average {busy:.0f} on {os.cpu_count()} cores: other work ran meanwhile." if busy > 5 else ""
     text = "\n".join([*head(load), *lines])
-    print(text)
-    if asked.keep:
+    print(text, flush=True)
+    if keep:
         RESULTS.write_text(text)
 
 
