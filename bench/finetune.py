@@ -149,7 +149,8 @@ def main() -> None:
     if asked.write:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "finetune.md").write_text(table(found, job))
-        (RESULTS / "finetune.json").write_text(json.dumps({"job": asdict(job), "found": found}, indent=1))
+        told = {"job": asdict(job) | {"model": job.model.name}, "found": found}
+        (RESULTS / "finetune.json").write_text(json.dumps(told, indent=1) + "\n")
     wrong = [n for n, f in found.items() if f.get("apart", 0.0) > RTOL]
     if wrong:
         raise SystemExit(f"further apart than {RTOL:g}: {', '.join(wrong)}")
