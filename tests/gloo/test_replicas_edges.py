@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import plait
-from plait.errors import InputError
+from plait.errors import InputError, RankError
 from plait.plan import gradients as buckets
 from plait.runtime.replicas import Reduction, Replicas
 from plait.runtime.transport import Transport
@@ -242,3 +245,30 @@ def test_sums_leave_while_the_backward_goes_on(pool: Pool) -> None:
         left = next(i for i, t in enumerate(told) if t.startswith("sum"))
         after = [t for t in told[left:] if not t.startswith("sum")]
         assert len(after) >= 6, told  # of eight gradients
+
+
+# -- a replica that ends ------------------------------------------------------------------------------------
+
+
+def killed(group: Any) -> tuple[float, str]:
+    """Replica 1 dies as its first bucket is to leave; seconds until this one raised, and its words."""
+    parts = compiled(nn.Linear(4, 3), (torch.randn(2, 4),), (1, 1, 3), group)
+    parts(torch.randn(2, 4)).sum().backward()
+    if parts.replica == 1:
+        Reduction._launch = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        parts(torch.randn(2, 4)).sum().backward()
+    return time.monotonic() - start, str(caught.value)
+
+
+def test_a_replica_killed_in_its_backward_ends_all() -> None:
+    pool = Pool()
+    try:
+        answers = pool.ask(killed, 3)
+    finally:
+        pool.close()
+    del answers[1]
+    for seconds, words in answers:
+        assert "rank 1" in words
+        assert seconds < 30
