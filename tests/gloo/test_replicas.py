@@ -157,3 +157,27 @@ def test_a_step_of_any_loss(pool: Pool, name: str) -> None:
 def test_a_step_by_any_schedule(pool: Pool, schedule: str) -> None:
     options = {"micro_batches": 2, "schedule": schedule}
     prove.alike(pool.run(steps, 4, (1, 2, 2), "mean", options))
+
+
+# -- plans --------------------------------------------------------------------------------------------
+
+
+def planned_again(group: Any) -> dict[str, str]:
+    """A saved plan of replicas makes the same ones; the sum of gradients runs as `algorithm` says."""
+    model = tower()
+    first = compiled(model, (rows(0),), (1, 2, 2), group, algorithm={"gradients": "ring"})
+    assert first.plan.gradients.algorithm == "ring"
+    assert "over dp=2, in buckets: gradients: all_reduce of weights" in first.explain()
+    saved = plait.Plan.from_json(first.plan.to_json())
+    assert saved == first.plan
+    again = compiled(model, (rows(0),), (1, 2, 2), group, plan=saved)
+    for parts in (first, again):
+        parts(rows(parts.replica)).pow(2).sum().backward()
+    want = averaged(copy.deepcopy(model), [rows(0), rows(1)], lambda out: out.pow(2).sum())
+    for parts in (first, again):
+        demand(differences(dict(parts.gradients()), want, "gradients"), about="planned")
+    return {"plan": again.plan.digest}
+
+
+def test_a_plan_of_replicas_is_used_again(pool: Pool) -> None:
+    prove.alike(pool.run(planned_again, 4))
