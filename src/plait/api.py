@@ -116,8 +116,7 @@ def plan(
 
     `args` and `kwargs` are the batch of one replica. What is "auto" is chosen together, for the
     least seconds of a call or the least between results over all replicas (`objective`), within each
-    device's memory; `Plan.choice` lists the front-runners. It may ask for more than `compile` runs
-    yet: replicas, any schedule. Raises CaptureError, MeshError (no mesh of
+    device's memory; `Plan.choice` lists the front-runners. Raises CaptureError, MeshError (no mesh of
     all devices has these numbers) and PlanError (it does not fit: names the smallest number of
     devices of this kind that would do).
     """

@@ -11,7 +11,7 @@ from plait.rules.facts import pattern_of
 from tests import pretend
 from tests.compare import demand, discrepancies, plain, within
 from tests.fuzz import recipe
-from tests.unit.test_overlap_forced import forced, left_whole, prove
+from tests.lockstep.test_overlap_forced import forced, left_whole, prove
 
 SEEDS = 200  # in the full matrix; every run takes a few of them
 
