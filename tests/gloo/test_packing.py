@@ -23,7 +23,7 @@ def packed(group: Any, folder: str, n: int) -> None:
     setup = Setup(model, args, kwargs).to(torch.float64)
     model, state = setup.model, setup.model.state_dict()
     empty = copy.deepcopy(model).to("meta")
-    with patch.object(packing, "GAIN", 0.0):
+    with patch.object(packing.Clock, "together", lambda *_: 0.0):
         made = plait.compile(
             empty, setup.args, setup.kwargs, tp=n, group=group, training=True, weights=folder, device="cpu"
         )

@@ -45,7 +45,7 @@ PACKED = {  # matmuls that share an input, by how many, in a layer of each kind
 
 def packed(program: Program, n: int, overlap: str | int = "off") -> Planned:
     """Whatever can be packed is, and whatever can be split is."""
-    with patch.object(packing, "GAIN", 0.0):
+    with patch.object(packing.Clock, "together", lambda *_: 0.0):
         return planner.make(program, planner.Options(n, free(n), overlap=overlap))
 
 
@@ -203,7 +203,7 @@ def test_one_gather_feeds_one_matmul() -> None:
     from plait.passes.rings import find
 
     wide = decoder(8192, 7168, 8192, torch.bfloat16)
-    with patch.object(packing, "GAIN", 0.0):
+    with patch.object(packing.Clock, "together", lambda *_: 0.0):
         planned = planner.make(wide, planner.Options(2, Cluster.of("dgx-h200").subset(range(2))))
     (ring,) = find(wide, planned.local(0)).rings.values()
     assert [len(e.matmuls) for e in ring if e.kind == "gather"] == [1, 1, 1]
