@@ -208,7 +208,7 @@ def test_a_size_of_one_value_is_named_with_the_line_that_asks() -> None:
     [
         ({"y": {0: "b"}}, "forward is given no argument 'y'"),
         ({"x": {4: "b"}}, "x has 2 dims, no dim 4"),
-        ({"x": {0: 3}}, "x: dim 0 is named 3, not by a string"),
+        ({"x": {0: 3}}, "x: dim 0 is named 3, which is no identifier"),
         ({"x": {0: "n", 1: "n"}}, "'n' is one size but 2 in .* 3 in"),
     ],
 )
