@@ -166,13 +166,34 @@ def test_a_weight_that_was_moved_is_multiplied_apart() -> None:
     assert ops.joined([weights[0][:, :4], weights[1][:, :4]]) is None
 
 
+@pytest.mark.parametrize("reached", [[0], [1], [0, 1]])
+def test_what_no_loss_reaches_has_no_gradient(reached: list[int]) -> None:
+    sizes = {"a": Spec((3, 4), torch.float64), "b": Spec((2, 4), torch.float64)}
+    room = rooms(sizes, [("a", "b")])
+    weights = [nn.Parameter(room[n].normal_()) for n in "ab"]
+    apart = [nn.Parameter(w.detach().clone()) for w in weights]
+    shifts = [nn.Parameter(s) for s in torch.randn(5, dtype=torch.float64).split([3, 2])]
+    alone = [nn.Parameter(s.detach().clone()) for s in shifts]
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    ways = [x.clone().requires_grad_() for _ in range(2)]
+    together = ops.packed_linear(ways[0], weights, shifts)
+    single = [nn.functional.linear(ways[1], w, b) for w, b in zip(apart, alone, strict=True)]
+    for out in (together, single):
+        torch.stack([out[i].cos().sum() for i in reached]).sum().backward()
+    pairs = [*zip(weights, apart, strict=True), *zip(shifts, alone, strict=True), ways]
+    for got, want in pairs:
+        assert (got.grad is None) == (want.grad is None)
+        if got.grad is not None:
+            torch.testing.assert_close(got.grad, want.grad)
+
+
 def test_a_change_between_the_ways_is_noticed() -> None:
     room = rooms({"a": Spec((3, 4), torch.float32), "b": Spec((2, 4), torch.float32)}, [("a", "b")])
     a, b = (nn.Parameter(room[n].normal_()) for n in "ab")
     out = ops.packed_linear(torch.randn(5, 4, requires_grad=True), [a, b])
     with torch.no_grad():
         b.zero_()
-    with pytest.raises(RuntimeError, match="modified in-?place"):
+    with pytest.raises(RuntimeError, match="modified by an in-?place"):
         sum(x.sum() for x in out).backward()  # type: ignore[union-attr]
 
 

@@ -201,6 +201,8 @@ def compiled(
         example.model,
         example.args,
         example.kwargs,
+        tp="auto",
+        pp=1,  # the rows are of one stage
         cluster=cluster,
         group=group,
         device=device,
