@@ -6,6 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROMPT ?= What is the capital of France?
 NPROC  ?= 2
+SPREAD  = -n 2 --dist worksteal
 PYTEST  = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-all lint unit lockstep gloo install clean
@@ -23,14 +24,14 @@ lint: install
 	$(BIN)/mypy
 
 unit: install
-	$(PYTEST) tests/unit -m "not full and not gpu" --thin 32 -q
+	$(PYTEST) tests/unit -m "not full and not gpu" --thin 32 -q $(SPREAD)
 
-# Whole programs on pretend ranks, which run in lockstep in one process.
+# Whole programs: planned for described machines, or run as pretend ranks, in lockstep in one process.
 lockstep: install
-	$(PYTEST) tests/lockstep -m "not full and not gpu" --thin 32 -q
+	$(PYTEST) tests/lockstep -m "not full and not gpu" --thin 32 -q $(SPREAD)
 
 gloo: install
-	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 12 -q
+	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 16 -q --durations=15
 
 install: $(VENV)/installed
 
