@@ -71,7 +71,7 @@ def run(tokens: int, layers: int, samples: int, out: str) -> None:
     model = build(layers)
     rows: dict[str, Callable[[], Any]] = {}
     for name, options in VARIANTS.items():
-        compiled = plait.compile(model, (ids,), {"use_cache": False}, **options)
+        compiled = plait.compile(model, (ids,), {"use_cache": False}, tp=ranks, pp=1, **options)
         rows[name] = lambda c=compiled: c(ids, use_cache=False)
     for name, attention in (("dtensor mlp", False), ("dtensor mlp + attention", True)):
         peer = by_hand(build(layers), ranks, attention=attention)
