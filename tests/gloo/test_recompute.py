@@ -84,7 +84,7 @@ def test_gradients_have_the_same_bits(pool: Pool, mesh: str, step: bool) -> None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
-@pytest.mark.parametrize("mesh", ["pp2/3", "tp2xpp2/3"])
+@pytest.mark.parametrize("mesh", ["pp2/3", pytest.param("tp2xpp2/3", marks=pytest.mark.full)])
 def test_by_every_schedule(pool: Pool, mesh: str, schedule: str) -> None:
     prove.alike(pool.run(bits, Mesh.parse(mesh).size, mesh, schedule, True))
 
