@@ -58,11 +58,12 @@ def packed_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
     """`* i, o i, o -> * o` by each of the weights: one matmul where they lie one behind the other."""
-    if joined(weights) is None or (biases and joined(biases) is None):  # somebody has moved one
+    weight, bias = joined(weights), joined(biases)
+    if weight is None or (biases and bias is None):  # somebody has moved one of them
         shifts: Sequence[Tensor | None] = biases or [None] * len(weights)
         pairs = zip(weights, shifts, strict=True)
         return tuple(torch.nn.functional.linear(x, w, b) for w, b in pairs)
-    return _Packed.apply(x, len(weights), *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    return _Packed.apply(x, weight, bias, len(weights), *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
@@ -80,38 +81,41 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 class _Packed(torch.autograd.Function):
-    """What no loss reaches has no gradient, as with matmuls of their own: not zeros."""
+    """What no loss reaches has no gradient, as with matmuls of their own: not zeros.
+
+    `weight`, `bias`: the `joined` rows of the `count` weights, and of their biases, which come last.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int, *rows: Tensor) -> tuple[Tensor, ...]:
-        weights, biases = rows[:count], rows[count:]
-        ctx.save_for_backward(x, *weights)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *rows: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, weight)
         ctx.set_materialize_grads(False)
-        ctx.biased = bool(biases)
-        every = torch.nn.functional.linear(x, joined(weights), joined(biases))  # type: ignore[arg-type]
-        return every.split([w.shape[0] for w in weights], -1)  # type: ignore[no-any-return]
+        ctx.biased, ctx.sizes = bias is not None, [w.shape[0] for w in rows[:count]]
+        every = torch.nn.functional.linear(x, weight, bias)
+        return every.split(ctx.sizes, -1)  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         reached = [i for i, g in enumerate(grads) if g is not None]
-        together = [reached] if len(reached) == len(weights) else [[i] for i in reached]
+        together = len(reached) == len(grads)
         to_x: Tensor | None = None
-        to_weights, to_biases = [None] * len(weights), [None] * len(weights)
-        for group in together:
-            sizes = [weights[i].shape[0] for i in group]
+        to_weights, to_biases = [None] * len(grads), [None] * len(grads)
+        for group in [reached] if together else [[i] for i in reached]:
+            sizes = [ctx.sizes[i] for i in group]
             grad = torch.cat([grads[i] for i in group], -1)  # type: ignore[misc]
-            weight = joined([weights[i] for i in group])
-            if ctx.needs_input_grad[0] and weight is not None:
-                term = grad @ weight
+            if ctx.needs_input_grad[0]:
+                term = grad @ (weight if together else weight.split(ctx.sizes)[group[0]])
                 to_x = term if to_x is None else to_x + term
             flat = grad.reshape(-1, grad.shape[-1])
             of_weights = (flat.T @ x.reshape(-1, x.shape[-1])).split(sizes)
             of_biases = flat.sum(0).split(sizes) if ctx.biased else [None] * len(group)
             for i, w, b in zip(group, of_weights, of_biases, strict=True):
                 to_weights[i], to_biases[i] = w, b
-        return to_x, None, *to_weights, *(to_biases if ctx.biased else [])
+        return to_x, None, None, None, *to_weights, *(to_biases if ctx.biased else [])
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
