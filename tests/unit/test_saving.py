@@ -54,6 +54,20 @@ def stopping(call: Callable[..., Any], at: int) -> Callable[..., Any]:
     return stop
 
 
+def completes(save: Callable[[], Any], patches: pytest.MonkeyPatch, what: str, at: int) -> bool:
+    """Whether `save` gets to its end where the `at`-th `what` stops it."""
+    with patches.context() as patch:
+        if what == "unlink":
+            patch.setattr(Path, "unlink", stopping(Path.unlink, at))
+        else:
+            patch.setattr(checkpoint.os, what, stopping(getattr(os, what), at))
+        try:
+            save()
+        except Stop:
+            return False
+    return True
+
+
 @pytest.mark.parametrize("before", [ONE, EACH])
 @pytest.mark.parametrize("after", [ONE, EACH])
 @pytest.mark.parametrize("at", range(5))
@@ -62,15 +76,5 @@ def test_an_interrupted_save_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int, at: int, what: str
 ) -> None:
     write(tmp_path, SPECS, tensors(1.0), shard=before)
-    done = False
-    with monkeypatch.context() as patch:
-        if what == "unlink":
-            patch.setattr(Path, "unlink", stopping(Path.unlink, at))
-        else:
-            patch.setattr(checkpoint.os, what, stopping(getattr(os, what), at))
-        try:
-            write(tmp_path, SPECS, tensors(2.0), shard=after)
-            done = True
-        except Stop:
-            pass
+    done = completes(lambda: write(tmp_path, SPECS, tensors(2.0), shard=after), monkeypatch, what, at)
     assert values(tmp_path) == {2.0} if done else values(tmp_path) in ({1.0}, {2.0})

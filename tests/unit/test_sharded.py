@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from torch import nn
 
 import plait
 from plait.errors import WeightError
-from plait.runtime import checkpoint
 from plait.runtime.checkpoint import Part, Spec, take, whole
 from plait.runtime.sharded import Index, Piece, write_index, write_shard
-from tests.unit.test_saving import Stop, stopping
+from tests.unit.test_saving import completes
 
 SHAPE = (6, 5)
 
@@ -75,17 +73,7 @@ def test_an_interrupted_save_leaves_the_one_before(
     old, optimizer = trained(1)
     old.save(tmp_path, optimizer)
     new, news = trained(3)
-    done = False
-    with monkeypatch.context() as patch:
-        if what == "unlink":
-            patch.setattr(Path, "unlink", stopping(Path.unlink, at))
-        else:
-            patch.setattr(checkpoint.os, what, stopping(getattr(os, what), at))
-        try:
-            new.save(tmp_path, news)
-            done = True
-        except Stop:
-            pass
+    done = completes(lambda: new.save(tmp_path, news), monkeypatch, what, at)
     read, optimizer = trained(0)
     read.load(tmp_path, optimizer)
     (step,) = {s["step"].item() for s in optimizer.state.values()}

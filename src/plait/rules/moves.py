@@ -36,7 +36,7 @@ from torch import Tensor
 
 from plait.rules.equation import Dims, Ranges
 from plait.rules.layout import Layout
-from plait.rules.split import Split
+from plait.rules.split import Split, merged
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,14 @@ class Cut:
             begins[lo] = at
             at += hi - lo
         rows = tuple(
-            joined_up([(begins[lo], begins[lo] + hi - lo) for lo, hi in self.rows[r]]) for r in ranks
+            merged([(begins[lo], begins[lo] + hi - lo) for lo, hi in self.rows[r]]) for r in ranks
         )
         return Cut(self.dim, at, rows, rows)
 
     def together(self, groups: Sequence[Sequence[int]]) -> Cut:
         """The rows that each group of ranks holds together."""
-        rows = tuple(joined_up(sorted(p for r in g for p in self.rows[r])) for g in groups)
+        rows = tuple(merged(sorted(p for r in g for p in self.rows[r])) for g in groups)
         return Cut(self.dim, self.size, rows, rows)
-
-
-def joined_up(ranges: Sequence[tuple[int, int]]) -> Ranges:
-    """Sorted ranges, neighbours as one."""
-    out: list[tuple[int, int]] = []
-    for lo, hi in ranges:
-        if out and out[-1][1] == lo:
-            out[-1] = (out[-1][0], hi)
-        else:
-            out.append((lo, hi))
-    return tuple(out)
 
 
 def count(ranges: Ranges) -> int:

@@ -10,6 +10,7 @@ One-line spelling: `f3: 0 2 4`, `f3*f4: 0 5 9`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -115,7 +116,7 @@ class Split:
         middle = tuple((lo * inner, hi * inner) for lo, hi in middle)
         outer = prod(p.size for p in parts[:at])
         step = size * inner
-        return _merge([(o * step + lo, o * step + hi) for o in range(outer) for lo, hi in middle])
+        return merged([(o * step + lo, o * step + hi) for o in range(outer) for lo, hi in middle])
 
     def _share(self, count: int, rank: int) -> tuple[Ranges, int]:
         """The rank's range over the first `count` factors (covering, if not all); their size."""
@@ -130,7 +131,7 @@ class Split:
         for part in f.parts:
             out += [(offset + lo, offset + hi) for lo, hi in self.ranges(part, rank)]
             offset += part.size
-        return _merge(out)
+        return merged(out)
 
     def size(self, f: Factor, rank: int) -> int:
         """The local size of a dim."""
@@ -163,7 +164,8 @@ class Split:
         return sum(self.sizes(f)) == f.size
 
 
-def _merge(ranges: list[tuple[int, int]]) -> Ranges:
+def merged(ranges: Sequence[tuple[int, int]]) -> Ranges:
+    """Ascending ranges, neighbours as one."""
     out: list[tuple[int, int]] = []
     for lo, hi in ranges:
         if lo == hi:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from plait.errors import WeightError
 from plait.rules.equation import Ranges
-from plait.rules.moves import count, put
+from plait.rules.moves import count, put, take
 from plait.runtime import checkpoint
 from plait.runtime.checkpoint import DTYPES, NAMES, Checkpoint, Part, Spec, part_shape, whole
 
@@ -205,6 +205,4 @@ def _positions(rows: Ranges, some: Ranges) -> Iterator[tuple[int, int]]:
 
 def own_rows(held: Ranges, own: Ranges, dim: int, x: Tensor) -> Tensor:
     """Of `x`, whose rows along `dim` are `held`, those that this rank owns."""
-    if held == own:
-        return x
-    return torch.cat([x.narrow(dim, lo, hi - lo) for lo, hi in _within(held, own)] or [x.narrow(dim, 0, 0)], dim)
+    return x if held == own else take(x, dim, _within(held, own))
