@@ -76,6 +76,23 @@ class Gated(torch.autograd.Function):
         return 2 * grad * gate, grad * x * 5
 
 
+class Masked(torch.autograd.Function):
+    """Chosen by masks, in four spellings; of the gradient some read the size or the dtype alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad = grad.clone()
+        grad[x < 0] = 0
+        large = torch.where(x > 0.5, grad, torch.zeros_like(grad))
+        return grad * (x < 1).type_as(grad) + large + torch.where(x > 0.8, grad, torch.tensor(0.0))
+
+
 class Clipped(Straight):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -92,6 +109,14 @@ class Shifted(Straight):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad + 1
+
+
+class Unsafe(Straight):
+    """What is not chosen is no gradient."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.where(grad.new_ones(()) > 0, grad, torch.tensor(1.0))
 
 
 class Constant(Straight):
@@ -157,6 +182,7 @@ KEPT: dict[str, Any] = {
     "straight": lambda x: straight(3 * x),
     "reversed": lambda x: Reversed.apply(x, 0.7),
     "bounded": lambda x: Bounded.apply(x),
+    "masked": lambda x: Masked.apply(2 * x),
     "gated": lambda x: Gated.apply(x, x * x),
     "of halves": lambda x: Straight.apply(3 * x.bfloat16()).to(x.dtype) + x,
 }
@@ -180,6 +206,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "clipped": (Clipped, "Clipped .*it computes aten.clamp.default"),
     "centred": (Centred, "Centred .*it computes aten.mean.dim"),
     "shifted": (Shifted, "Shifted .*it computes aten.add.Tensor"),
+    "unsafe": (Unsafe, "Unsafe .*it computes aten.where.self"),
     "constant": (Constant, "does not depend on the gradient"),
     "in place": (InPlace, "InPlace .*changes its argument in place"),
     "halves": (lambda x: sum(Halves.apply(x)), "Halves .*2 results with gradients"),

@@ -66,6 +66,27 @@ def test_sizes_that_are_values_are_refused_by_line(kind: type[nn.Module]) -> Non
     assert "where" in str(caught.value)
 
 
+class Put(nn.Module):
+    """One value where a mask holds: of elements, of rows, of columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        y[x < 0] = 0
+        y[x.sum(-1) > 1] = x.mean()
+        y[:, torch.tensor([True, False, False, True])] = 3
+        y[:, x.sum(0) > 0.5] = 2
+        return y
+
+
+def test_what_a_mask_puts_is_chosen_for_each_element() -> None:
+    x = torch.randn(5, 4)
+    program = capture(Put(), (x,))
+    kinds = [n.target for n in program.graph.nodes]
+    assert torch.ops.aten.index_put.default not in kinds
+    assert kinds.count(torch.ops.aten.where.self) == 4
+    torch.testing.assert_close(run_whole(program, {}, (x,)), Put()(x))
+
+
 # -- hooks, checkpoints, subclasses --------------------------------------------------------------------
 
 

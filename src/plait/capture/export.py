@@ -57,5 +57,5 @@ def _export(
         )
     prepare(exported.graph_module, training)
     exported = exported.run_decompositions(decompositions())
-    write_out(exported.graph)
+    write_out(exported)
     return Export(exported, call, blocks, notes)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import _SingleLevelFunction
+from torch.export import ExportedProgram
 from torch.utils import checkpoint
 
 from plait.capture.clean import same_sizes
@@ -159,21 +160,26 @@ def _zeros(x: Any) -> Any:
 # -- in the exported graph -----------------------------------------------------------------------------
 
 
-def write_out(graph: fx.Graph) -> None:
+def write_out(exported: ExportedProgram) -> None:
     """Every mark becomes a one for each element, and what was computed from it the slope."""
+    graph = exported.graph
     marked: dict[fx.Node, fx.Node] = {}  # value -> the mark that it depends on
+    zeros = set(_zero_constants(exported))
     graph.eliminate_dead_code()
     for node in list(graph.nodes):
         if node.target is COTANGENT:
             marked[node] = node
             continue
+        _without_templates(node, marked)
+        if _is_zero(node, zeros):
+            zeros.add(node)
         given = [x for x in node.all_input_nodes if x in marked]
         if node.target is SLOPED:
             if not given:
                 raise lost(_function_of(node), "it does not depend on the gradient")
         elif given:
             mark = marked[node] = marked[given[0]]
-            if not _linear(node, given, mark.meta["val"].shape):
+            if not _linear(node, given, mark.meta["val"].shape, zeros):
                 raise lost(str(mark.args[1]), f"it computes {node.target}")
     for node in marked:
         _of_ones(graph, node)
@@ -184,7 +190,7 @@ def _function_of(sloped: fx.Node) -> str:
     return f"the Function at {traced_place(sloped)}"
 
 
-def _linear(node: fx.Node, given: list[fx.Node], shape: Any) -> bool:
+def _linear(node: fx.Node, given: list[fx.Node], shape: Any, zeros: set[fx.Node]) -> bool:
     """Whether it is element-wise, and linear in what depends on the gradient."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not same_sizes(value.shape, shape):
@@ -196,15 +202,41 @@ def _linear(node: fx.Node, given: list[fx.Node], shape: Any) -> bool:
     names = {name for name, x in bound.items() if x in given}
     if node.target in _CHOICES:
         others = [bound[name] for name in _CHOICES[node.target] if name not in names]
-        return not names & {"mask", "condition"} and all(map(_is_zero, others))
+        nought = all(x in zeros if isinstance(x, fx.Node) else x == 0 for x in others)
+        return nought and not names & {"mask", "condition"}
     floats = all(_has_gradient(x.meta["val"]) for x in (*given, node))
     return floats and any(names == set(group) for group in getattr(rule, "carry", ()))
 
 
-def _is_zero(x: Any) -> bool:
-    if isinstance(x, fx.Node):
-        return x.target in FILLS and FILLS[x.target](x.args) == 0
-    return bool(x == 0)
+def _zero_constants(exported: ExportedProgram) -> Iterator[fx.Node]:
+    """`torch.tensor(0.0)`, as an export keeps it."""
+    names = exported.graph_signature.inputs_to_lifted_tensor_constants
+    for node in exported.graph.nodes:
+        value = exported.constants[names[node.name]] if node.name in names else None
+        if isinstance(value, Tensor) and not value.is_meta and not value.any():
+            yield node
+
+
+def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    if node.target in FILLS:
+        return bool(FILLS[node.target](node.args) == 0)
+    return node.target in _KEEPS_ZERO and node.args[0] in zeros
+
+
+def _without_templates(node: fx.Node, marked: dict[fx.Node, fx.Node]) -> None:
+    """A gradient of which only the size and the dtype are read: those of the result will do."""
+    if node.target not in _TEMPLATES:
+        return
+    position = _TEMPLATES[node.target]
+    template = node.args[position]
+    if not isinstance(template, fx.Node) or template not in marked:
+        return
+    dtype = node.meta["val"].dtype
+    if node.target is aten.type_as.default:
+        node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": dtype}
+        return
+    node.update_arg(position, marked[template].args[0])
+    node.kwargs = node.kwargs | {"dtype": dtype}
 
 
 def _of_ones(graph: fx.Graph, node: fx.Node) -> None:
@@ -219,6 +251,15 @@ def _of_ones(graph: fx.Graph, node: fx.Node) -> None:
 
 
 _RULES = equations.table()
+_KEEPS_ZERO = {
+    aten.lift_fresh_copy.default, aten.detach.default, aten.alias.default, aten.clone.default,
+    aten._to_copy.default, aten.expand.default, aten.view.default,
+}  # fmt: skip
+_TEMPLATES: dict[Any, int] = {aten.type_as.default: 1} | {
+    fill: 0
+    for name in ("zeros", "ones", "full", "empty")
+    for fill in (getattr(aten, f"{name}_like").default, getattr(aten, f"new_{name}").default)
+}
 # Of which one operand is taken; the others have to be zero.
 _CHOICES: dict[Any, tuple[str, ...]] = {
     aten.where.self: ("self", "other"),

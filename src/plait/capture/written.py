@@ -5,6 +5,7 @@
     attention with enable_gqa         keys and values repeated, then attention
     mean cross-entropy                the sum, divided by the count of valid labels
     a loss of each element            that loss, then its sum or mean
+    x[mask] = one value               where(mask, value, x)
     a region under no_grad            its operators, then detach (training only)
 
 `prepare` rewrites the graph as exported, before the functional form is made from it: the new nodes
@@ -44,6 +45,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {
         aten.rms_norm.default: rms_norm,
         aten.einsum.default: composites.pop(aten.einsum.default),
+        aten.index_put.default: masked_put,
         **{loss: partial(_reduced, loss) for loss in LOSSES},
     }
 
@@ -83,6 +85,20 @@ def rms_norm(
     eps = torch.finfo(dtype).eps if eps is None else eps
     y = wide * torch.rsqrt(wide.pow(2).mean(dims, keepdim=True) + eps)
     return (y if weight is None else y * weight).to(x.dtype)
+
+
+def masked_put(
+    x: torch.Tensor, indices: list[torch.Tensor | None], value: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """One value at every place where a mask is true: a choice for each element, or for each row."""
+    masks = [i for i in indices if i is not None]
+    one = all(isinstance(n, int) and n == 1 for n in value.shape)
+    if accumulate or not one or len(masks) != 1 or masks[0].dtype is not torch.bool:
+        return NotImplemented  # type: ignore[no-any-return]
+    at = indices.index(masks[0]) if len(indices) > 1 else 0
+    inner = x.dim() - at - masks[0].dim()
+    mask = masks[0].reshape(*masks[0].shape, *[1] * inner) if inner else masks[0]
+    return torch.where(mask, value.reshape(()), x)
 
 
 # -- attention ---------------------------------------------------------------------------------------
