@@ -1,18 +1,29 @@
-"""Losses of each element by itself: cut into micro-batches, and equal to the module's own."""
+"""Losses of each element or row by itself: cut into micro-batches, and equal to the module's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.capture import capture
+from plait.capture import capture, losses
 from plait.passes.microbatch import find, piece
+from plait.program import run_whole
 from plait.rules.aten import table
 from plait.rules.describe import describe
+
+WEIGHT = torch.tensor([0.5, 1, 3]).double()
+
+
+def classes(y: Tensor) -> Tensor:
+    """Labels of which some are ignored."""
+    labels = (3 * y[:, 0]).long()
+    return labels.masked_fill(y[:, 1] > 0.7, -100)
+
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "l1": F.l1_loss,
@@ -25,6 +36,19 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross entropy of bits": lambda x, y: F.binary_cross_entropy(x.sigmoid(), y),
     "of logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y, pos_weight=torch.ones(3)),
     "divergence": lambda x, y: F.kl_div(x.log_softmax(-1), y, reduction="batchmean"),
+    "likelihood": lambda x, y: F.nll_loss(x.log_softmax(-1), classes(y)),
+    "weighted": lambda x, y: F.nll_loss(x, (3 * y[:, 0]).long(), WEIGHT, ignore_index=1),
+    "of places": lambda x, y: F.nll_loss(x[:, :, None].tanh() * y[:, None], (3 * y).long()),
+    "smoothed": lambda x, y: F.cross_entropy(x, classes(y), WEIGHT, label_smoothing=0.2),
+    "smoothed, summed": lambda x, y: F.cross_entropy(x, classes(y), WEIGHT, reduction="sum", label_smoothing=0.2),
+    "of shares": lambda x, y: F.cross_entropy(x, y.softmax(-1), WEIGHT, label_smoothing=0.2),
+    "cosine": lambda x, y: F.cosine_embedding_loss(x, y, y[:, 0].round() * 2 - 1, margin=0.1),
+    "triplet": lambda x, y: F.triplet_margin_loss(x, y, y.flip(1)),
+    "hinge": lambda x, y: F.hinge_embedding_loss(x, y.round() * 2 - 1),
+    "ranking": lambda x, y: F.margin_ranking_loss(x[:, 0], y[:, 0], y[:, 1].round() * 2 - 1),
+    "counts": lambda x, y: F.poisson_nll_loss(x, y),
+    "margins": lambda x, y: F.multi_margin_loss(x, (3 * y[:, 0]).long()),
+    "similarity": lambda x, y: F.cosine_similarity(x, y).mean(),
     "one column for all": lambda x, y: F.mse_loss(x, y[:, :1].expand(-1, 3)),
 }
 
@@ -61,3 +85,44 @@ def test_terms_of_uneven_pieces_add_up(name: str) -> None:
     model.zero_grad()
     model(x, y).backward()
     torch.testing.assert_close(got, model.inner.weight.grad)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (4, 3, 2), (4, 3, 2, 5)], ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_losses_by_class_are_torchs_own(shape: tuple[int, ...], reduction: str) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape).log_softmax(min(1, len(shape) - 1)), WEIGHT.float()
+    labels = torch.randint(0, 3, shape[:1] + shape[2:] if len(shape) > 1 else ())
+    for given in (labels, labels.masked_fill(labels == 1, -100)):
+        for w in (None, weight):
+            same(losses.nll, F.nll_loss, x, given, w, reduction=reduction)
+        for smoothing in (0.0, 0.3):
+            more: Any = {"reduction": reduction, "label_smoothing": smoothing}
+            same(losses.cross_entropy, F.cross_entropy, x, given, weight, **more)
+    same(losses.cross_entropy, F.cross_entropy, x, x.exp(), reduction=reduction, label_smoothing=0.3)
+
+
+def same(ours: Callable[..., Tensor], torchs: Callable[..., Tensor], *args: Any, reduction: Any, **more: Any) -> None:
+    how = {"none": losses.NONE, "mean": losses.MEAN, "sum": losses.SUM}[reduction]
+    want = torchs(*args, reduction=reduction, **more)
+    torch.testing.assert_close(ours(*args, reduction=how, **more), want, equal_nan=True)
+
+
+def test_what_has_no_equation_is_composed_of_what_has() -> None:
+    """Spellings of one thing are split alike, and a loop over steps stays one operator."""
+
+    class Spelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.cell = nn.Linear(4, 6), nn.Linear(6, 4), nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.clip(torch.multiply(self.up(x), 2), -1, 1)
+            y = torch.subtract(torch.maximum(y, y.tanh()), torch.concat([y[..., 3:], y[..., :3]], -1))
+            return self.cell(torch.hstack([self.down(y), x]))[0]  # type: ignore[no-any-return]
+
+    model, x = Spelled(), torch.randn(2, 3, 4)
+    program = capture(model, (x,))
+    unknown = [n.target for n in program.graph.nodes if n.op == "call_function" and n.target not in table()]
+    assert unknown == [torch.ops.aten.gru.input]
+    torch.testing.assert_close(run_whole(program, dict(model.named_parameters()), (x,)), model(x))

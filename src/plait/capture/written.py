@@ -4,7 +4,8 @@
     einsum                            permute, view, bmm
     attention with enable_gqa         keys and values repeated, then attention
     mean cross-entropy                the sum, divided by the count of valid labels
-    a loss of each element            that loss, then its sum or mean
+    other losses                      of each element or row, then their sum or mean     losses.py
+    what torch composes of others     these, where there is no equation for the whole
     x[mask] = one value               where(mask, value, x)
     a region under no_grad            its operators, then detach (training only)
 
@@ -15,11 +16,13 @@ need no values of their own. `decompositions` is for `run_decompositions`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+
+from plait.capture import losses
+from plait.rules.aten import table
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -41,35 +44,32 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    composites = torch.export.default_decompositions()
     return {
+        **_composed(),
         aten.rms_norm.default: rms_norm,
-        aten.einsum.default: composites.pop(aten.einsum.default),
         aten.index_put.default: masked_put,
-        **{loss: partial(_reduced, loss) for loss in LOSSES},
+        **losses.decompositions(),
     }
 
 
-LOSSES = (  # of each element by itself, where nothing is reduced
-    aten.l1_loss.default,
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.soft_margin_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.binary_cross_entropy_with_logits.default,
-    aten.kl_div.default,
-)
+def _composed() -> dict[Any, Callable[..., Any]]:
+    """What has no equation, and torch itself composes of other operators."""
+    composites = torch.export.default_decompositions()
+    known = table()
+    return {
+        op: composites[op]
+        for op in composites
+        if isinstance(op, torch._ops.OpOverload)
+        and op.namespace == "aten"
+        and op not in known
+        and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        and all("Tensor" in str(r.type) for r in op._schema.returns)
+        and op._schema.name not in UNROLLED
+    }
 
 
-def _reduced(loss: Any, *args: Any, **kwargs: Any) -> Any:
-    names = [a.name for a in loss._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    how = given.pop("reduction", 1)
-    if how == 0:
-        return NotImplemented  # it stays as it is
-    each = loss(**given, reduction=0)
-    return each.mean() if how == 1 else each.sum()
+# A loop over all steps in C++ would be an operator each.
+UNROLLED = {f"aten::{cell}" for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 
 
 def rms_norm(
@@ -150,11 +150,11 @@ def _count_labels(graph: fx.Graph, node: fx.Node) -> None:
     call = arguments(node)
     target = call["target"]
     classes = target.meta["val"].dtype.is_floating_point  # probabilities: a mean over all rows
-    if call["reduction"] != MEAN or call["weight"] is not None or classes:
+    if call["reduction"] != losses.MEAN or call["weight"] is not None or classes:
         return
     dtype = node.meta["val"].dtype
     wide = torch.promote_types(dtype, torch.float32)  # a count has more digits than a short dtype
-    total = _call(graph, node, node.target, *(call | {"reduction": SUM}).values())
+    total = _call(graph, node, node.target, *(call | {"reduction": losses.SUM}).values())
     valid = _call(graph, node, aten.ne.Scalar, target, call["ignore_index"])
     count = _call(graph, node, aten.sum.default, valid)
     if wide != dtype:
@@ -166,7 +166,6 @@ def _count_labels(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-MEAN, SUM = 1, 2
 
 
 # -- regions -----------------------------------------------------------------------------------------
