@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.passes.overlap.races import Span, Step, Trace
 from plait.passes.overlap.schedule import Record, Wait
-from plait.passes.rings import find
+from plait.passes.rings import Way, find
 from plait.plan.direct import RING
 from plait.plan.plan import Overlapped
 from plait.plan.planner import Planned
@@ -171,8 +171,8 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-def record(planned: Planned, n: int, share: float, *, alone: bool = False) -> tuple[list[Trace], list[str]]:
-    """The trace of every rank, all rings of the program direct by `share`; and the flags that begin full.
+def record(planned: Planned, n: int, way: Way, *, alone: bool = False) -> tuple[list[Trace], list[str]]:
+    """The trace of every rank, all rings of the program direct by `way`; and the flags that begin full.
 
     `alone`: with the transfers left out.
     """
@@ -184,15 +184,15 @@ def record(planned: Planned, n: int, share: float, *, alone: bool = False) -> tu
     for rank in range(n):
         tape = Tape(rank, memory)
         workspace = Recorded(arenas, rank, tape, full)
-        traces.append(_one(planned, n, share, tape, None if alone else workspace))
+        traces.append(_one(planned, n, way, tape, None if alone else workspace))
     return traces, list(full)
 
 
-def _one(planned: Planned, n: int, share: float, tape: Tape, workspace: Workspace | None) -> Trace:
+def _one(planned: Planned, n: int, way: Way, tape: Tape, workspace: Workspace | None) -> Trace:
     rank, cpu = tape.rank, torch.device("cpu")
     local = planned.local(rank)
     sites = [e.site.name for events in find(planned.program, local).rings.values() for e in events]
-    forms = [Overlapped(s, f"{RING} {share:g}", (s,), 0, 0.0, 0.0, 0.0) for s in sites]
+    forms = [Overlapped(s, f"{RING} {way}", (s,), 0, 0.0, 0.0, 0.0) for s in sites]
     planned = replace(planned, plan=replace(planned.plan, overlaps=tuple(forms)))
     still = Still(None, rank, n)
     kernels = ModuleType("norm")

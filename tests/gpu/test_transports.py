@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from plait.passes.rings import Way
 from tests.gpu.ranks import CUDA, run_ranks
 
 WIDTHS = [64, 80] if not CUDA else [8192, 5120, 80]
@@ -163,11 +164,11 @@ def copy_engine(workspace: Any, device: torch.device) -> None:
 
 
 def block(workspace: Any, device: torch.device) -> None:
-    for share in (0.0, 0.5, 1.0):
-        one_block(workspace, device, share, 1.0 - share)
+    for read, push in ((Way(), Way(1.0)), (Way(0.5, 2), Way(0.5)), (Way(1.0), Way(runs=3))):
+        one_block(workspace, device, read, push)
 
 
-def one_block(workspace: Any, device: torch.device, read: float, push: float) -> None:
+def one_block(workspace: Any, device: torch.device, read: Way, push: Way) -> None:
     """gather_matmul -> matmul_scatter -> finish, against the same on whole rows."""
     from plait.runtime.copy_engine import Lane, Pulled
     from plait.runtime.pieces import Linear, Ring, finish, gather_matmul, matmul_scatter
@@ -193,7 +194,7 @@ def one_block(workspace: Any, device: torch.device, read: float, push: float) ->
         pulled = Pulled({}, {})
         for turn in range(2):
             up = Linear(ups[rank], hidden)
-            gather_matmul(ring, [up], compute, pulled, push if turn else 0.0)
+            gather_matmul(ring, [up], compute, pulled, push if turn else Way())
             pulled = matmul_scatter(ring, hidden, downs[rank], compute, read)
             pulled = finish(
                 ring,

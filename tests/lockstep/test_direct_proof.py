@@ -23,6 +23,7 @@ from plait.cluster import Cluster
 from plait.errors import ScheduleError
 from plait.passes.overlap.races import Item, Step, Trace, check, parse, spell, twice
 from plait.passes.overlap.schedule import Record, Wait
+from plait.passes.rings import Way
 from plait.plan import planner
 from plait.plan.planner import Planned
 from tests import tape
@@ -69,33 +70,40 @@ def decoder() -> tuple[nn.Module, Tensor]:
 
 
 @cache
-def traces(name: str, n: int, share: float, alone: bool = False) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
+def traces(name: str, n: int, way: Way, alone: bool = False) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
     model, x = blocks() if name == "blocks" else decoder()
-    found, full = tape.record(planned(model.eval(), (x,), {}, n), n, share, alone=alone)
+    found, full = tape.record(planned(model.eval(), (x,), {}, n), n, way, alone=alone)
     return tuple(found), tuple(full)
 
 
-USUAL = [("blocks", 2, 0.0), ("blocks", 2, 1.0), ("blocks", 3, 0.5), ("decoder", 2, 0.5), ("decoder", 4, 0.0)]
+WAYS = (Way(), Way(runs=3), Way(0.5), Way(0.5, 2), Way(1.0))
+USUAL = [
+    ("blocks", 2, Way()),
+    ("blocks", 2, Way(1.0)),
+    ("blocks", 3, Way(0.5, 2)),
+    ("decoder", 2, Way(0.5)),
+    ("decoder", 4, Way(runs=3)),
+]
 GRID = [
     pytest.param(*one, id="-".join(map(str, one)), marks=() if one in USUAL else pytest.mark.full)
-    for one in product(("blocks", "decoder"), (2, 3, 4), (0.0, 0.5, 1.0))
+    for one in product(("blocks", "decoder"), (2, 3, 4), WAYS)
 ]
 
 
-@pytest.mark.parametrize(("name", "n", "share"), GRID)
-def test_two_replays_are_safe(name: str, n: int, share: float) -> None:
-    found, full = traces(name, n, share)
+@pytest.mark.parametrize(("name", "n", "way"), GRID)
+def test_two_replays_are_safe(name: str, n: int, way: Way) -> None:
+    found, full = traces(name, n, way)
     steps = [i for i in found[0] if isinstance(i, Step)]
     assert sum(bool(s.drains) for s in steps) >= 4, "nothing waits for a peer"
-    assert len({s.stream for s in steps}) == 3 if share < 1 else True
+    assert len({s.stream for s in steps}) == 3 if way.direct < 1 else True
     check([twice(t) for t in found], full)
     assert all(parse(spell(t)) == t for t in found)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_the_floor_is_the_same_program_without_its_transfers(share: float) -> None:
-    moving, _ = traces("decoder", 2, share)
-    still, full = traces("decoder", 2, share, alone=True)
+@pytest.mark.parametrize("way", [Way(), Way(0.5, 2)], ids=str)
+def test_the_floor_is_the_same_program_without_its_transfers(way: Way) -> None:
+    moving, _ = traces("decoder", 2, way)
+    still, full = traces("decoder", 2, way, alone=True)
     check(still)
     assert not full
     for with_them, without in zip(moving, still, strict=True):
@@ -248,9 +256,9 @@ def caught(traces: Sequence[Trace], full: Sequence[str]) -> bool:
 
 
 @pytest.mark.parametrize("kind", [without_a_wait, one_early, swapped])
-@pytest.mark.parametrize(("n", "share"), [(2, 0.0), (2, 0.5), (3, 0.5)])
-def test_seeded_faults(kind: Any, n: int, share: float) -> None:
-    right, full = traces("blocks", n, share)
+@pytest.mark.parametrize(("n", "way"), [(2, Way()), (2, Way(0.5, 2)), (3, Way(0.5))], ids=str)
+def test_seeded_faults(kind: Any, n: int, way: Way) -> None:
+    right, full = traces("blocks", n, way)
     assert not adversary([twice(t) for t in right], full)
     faults = list(kind(right[0]))
     assert faults

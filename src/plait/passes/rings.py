@@ -53,6 +53,22 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Way:
+    """How rows travel: the `direct` part by the kernel that sums and norms, each peer's others in `runs` copies."""
+
+    direct: float = 0.0
+    runs: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.direct:g}" + (f" in {self.runs}" if self.runs > 1 else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Way:
+        direct, _, runs = text.partition(" in ")
+        return cls(float(direct), int(runs or 1))
+
+
+@dataclass(frozen=True)
 class Event:
     """One move on a ring. `matmuls`: the readers of a gather, or the maker of a scatter's terms."""
 

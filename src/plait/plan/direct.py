@@ -2,25 +2,26 @@
 
 A gather hides beside the matmuls on own rows, a scatter beside the matmul on own rows (N ranks):
 
-    gather    copy   |-- wake --|== rows of N-1 ranks ==|
-              matmul |== own rows ==|                   |== others ==|        exposed: what copy sticks out
-    scatter   matmul |== others ==|== own rows ==|
-              copy                |-- wake --|== terms of own rows ==|        exposed: the same
+    gather    copy   |-- wake --|== run 1 ==|== run 2 ==|
+              matmul |== own rows ==|       |== 1 ==|   |== 2 ==|             exposed: where a matmul waits
+    scatter   matmul |== 1 ==|== 2 ==|== own rows ==|
+              copy           |-- wake --|== 1 ==|== 2 ==|                     exposed: what copy sticks out
 
 Smaller matmuls lose whole waves of tiles, and weights are read once a piece; both are in the clock of
 the device (cluster/device.py). Where that costs more, or a matmul is shorter than its copy, part of the rows
-is moved by the kernel that sums and norms: the share was measured by size, not modelled. All of them leave
-the matmul in one piece.
+is moved by the kernel that sums and norms, or all of them, which leaves the matmul in one piece. Every way
+is timed by these pictures, and the fastest is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from plait.cluster import Cluster
 from plait.cluster.device import Device
-from plait.passes.rings import Event, Few, Found, Shape, columns
+from plait.passes.rings import Event, Few, Found, Shape, Way, columns
 from plait.plan.plan import Overlapped
 
 RING, HOP = "ring", "one hop"
@@ -30,8 +31,8 @@ RING, HOP = "ring", "one hop"
 WAKE = 15e-6
 COPIES = 0.92
 HOP_BASE, HOP_SHARE = 2.6e-6, 0.92
-# Rows that kernels move, by bytes that a rank pulls: (up to, of a gather, of a scatter).
-DIRECT = ((8 << 20, 1.0, 1.0), (16 << 20, 1.0, 0.25))
+PARTS = (0.0, 0.25, 0.5, 1.0)  # of the rows, that kernels move
+RUNS = (1, 2, 4)  # copies of each peer's others
 PIECE = 512  # rows; shorter pieces of matmuls were not measured, and are not made
 SIGNAL = 3.6e-6  # a put and its wait between two kernels
 GAIN = 1.03  # less is within the error of a prediction: the collectives stay
@@ -73,13 +74,13 @@ def weigh(found: Found, blocking: Mapping[str, float], peers: Peers) -> tuple[Ov
     return tuple(out)
 
 
-def shares(overlaps: tuple[Overlapped, ...]) -> dict[str, float]:
-    """site -> the part of its rows that kernels move, of every site that is direct."""
-    out: dict[str, float] = {}
+def ways(overlaps: tuple[Overlapped, ...]) -> dict[str, Way]:
+    """site -> how its rows travel, of every site that is direct."""
+    out: dict[str, Way] = {}
     for o in overlaps:
-        kind, _, share = o.form.rpartition(" ")
         if direct(o.form):
-            out |= dict.fromkeys(o.sites, float(share) if kind == RING else 1.0)
+            way = Way(direct=1.0) if o.form == HOP else Way.parse(o.form.removeprefix(f"{RING} "))
+            out |= dict.fromkeys(o.sites, way)
     return out
 
 
@@ -88,49 +89,85 @@ def direct(form: str) -> bool:
 
 
 def _ring(event: Event, shape: Shape, found: Found, blocking: float, peers: Peers) -> Overlapped:
-    shapes = [[found.specs[str(w)].shape for w in columns(m)] for m in event.matmuls]
-    sizes = [(sum(o for o, _ in packed), packed[0][1]) for packed in shapes]
-    dtype = str(shape.dtype)
-
-    def compute(rows: int) -> float:
-        launch, clock = peers.device.launch, peers.device.matmul_seconds
-        return sum(launch + clock(rows, o, i, dtype) for o, i in sizes) if rows else 0.0
-
-    own, rows = shape.bounds[1] - shape.bounds[0], shape.rows
-    others = rows - own
-    nbytes = shape.nbytes(0) * (peers.n - 1)
-    whole, pieces = compute(rows), compute(own) + (peers.n - 1) * compute(others // (peers.n - 1))
-
-    def seconds(share: float) -> tuple[float, float]:
-        """(all of it, exposed) where kernels move `share` of the rows; all of them need no pieces."""
-        if share == 1:
-            exposed = 2 * SIGNAL + nbytes / (peers.rate * PUSHED)
-            return whole + exposed, exposed
-        left = own + share * others
-        exposed = max(0.0, WAKE + (1 - share) * nbytes / peers.rate - compute(round(left)))
-        if share:
-            exposed += 2 * SIGNAL + share * nbytes / (peers.rate * PUSHED)
-        return max(whole, pieces) + exposed, exposed
-
-    measured = _measured(event.kind, nbytes)
-    share = min((0.0, measured), key=seconds) if own >= PIECE or not measured else 1.0
-    total, exposed = seconds(share)
+    clock = _Clock.of(event, shape, found, peers)
+    whole = clock.compute(shape.rows)
+    seconds, way = min(
+        ((clock.seconds(way), way) for way in _ways(clock)), key=lambda s: s[0]
+    )  # the first of equals: fewest runs, fewest direct rows
     return Overlapped(
         region=event.site.name,
-        form=f"{RING} {share:g}",
+        form=f"{RING} {way}",
         sites=(event.site.name,),
         nodes=len(event.matmuls),
-        seconds=total,
+        seconds=seconds,
         whole=whole + blocking,
-        exposed=exposed,
+        exposed=max(0.0, seconds - whole),
     )
 
 
-def _measured(kind: str, nbytes: float) -> float:
-    for most, gather, scatter in DIRECT:
-        if nbytes <= most:
-            return gather if kind == "gather" else scatter
-    return 0.0
+def _ways(clock: _Clock) -> Iterator[Way]:
+    for part in PARTS:
+        for runs in RUNS if part < 1 else (1,):
+            if clock.own * (1 - part) / runs >= PIECE or part == 1:
+                yield Way(part, runs)
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """One move beside the matmuls around it, on the rank with the most rows."""
+
+    event: Event
+    own: int  # rows
+    rows: int
+    nbytes: int  # of the own rows
+    sizes: tuple[tuple[int, int], ...]  # of the matmuls: columns, summed
+    dtype: str
+    peers: Peers
+
+    @classmethod
+    def of(cls, event: Event, shape: Shape, found: Found, peers: Peers) -> _Clock:
+        shapes = [[found.specs[str(w)].shape for w in columns(m)] for m in event.matmuls]
+        sizes = tuple((sum(o for o, _ in packed), packed[0][1]) for packed in shapes)
+        own = max(b - a for a, b in pairwise(shape.bounds))
+        nbytes = own * shape.width * shape.dtype.itemsize
+        return cls(event, own, shape.rows, nbytes, sizes, str(shape.dtype), peers)
+
+    def compute(self, rows: float) -> float:
+        device = self.peers.device
+        of = [device.matmul_seconds(rows, o, i, self.dtype) for o, i in self.sizes]
+        return sum(device.launch + seconds for seconds in of) if rows else 0.0
+
+    def seconds(self, way: Way) -> float:
+        """Until the last matmul, or the last row, whichever comes later; with what kernels move in the open."""
+        others = self.peers.n - 1
+        moved = way.direct * self.nbytes * others
+        open_ = 2 * SIGNAL + moved / (self.peers.rate * PUSHED) if moved else 0.0
+        if way.direct == 1:
+            return self.compute(self.rows) + open_
+        piece = (1 - way.direct) * self.own / way.runs
+        first = self.rows - others * way.runs * piece  # the own rows, and the direct ones beside them
+        copy = piece / self.own * self.nbytes / self.peers.rate
+        steps = others * way.runs
+        one, beside = self.compute(piece), self.compute(first)
+        if self.event.kind == "gather":
+            return open_ + _gathered(beside, one, copy, steps)
+        return open_ + _scattered(beside, one, copy, steps)
+
+
+def _gathered(own: float, piece: float, copy: float, steps: int) -> float:
+    """Own rows first; then every piece when its rows are here."""
+    now = own
+    for i in range(steps):
+        now = max(now, WAKE + (i + 1) * copy) + piece
+    return now
+
+
+def _scattered(own: float, piece: float, copy: float, steps: int) -> float:
+    """Every piece, copied as soon as it is done and the copies before it are; own rows last."""
+    copied = 0.0
+    for i in range(steps):
+        copied = max(copied, (i + 1) * piece + WAKE) + copy
+    return max(steps * piece + own, copied)
 
 
 def _hop(few: Few, blocking: float, peers: Peers) -> Overlapped:

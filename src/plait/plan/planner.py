@@ -14,8 +14,9 @@ from plait.cluster import Cluster
 from plait.cluster.software import LAUNCH
 from plait.cost.comm import choose
 from plait.errors import PlanError
+from plait.passes.chains import computes
 from plait.passes.microbatch import Batch
-from plait.passes.norms import inside
+from plait.passes.norms import Norm, inside
 from plait.passes.overlap.chunks import Form
 from plait.passes.overlap.flow import Flow
 from plait.passes.overlap.regions import Region
@@ -84,7 +85,7 @@ class Laid:
         return self.work(None)
 
     def work(self, batch: Batch | None) -> works.Work:
-        return works.work(self.flow, self.problem, self.prices.rates, batch)
+        return works.work(self.flow, self.problem, self.prices.rates, batch, self.prices.chained)
 
     def seconds(self) -> Iterator[float]:
         """Of every operator that runs by itself; the inside of a fused norm does not."""
@@ -127,7 +128,7 @@ def lay(
 ) -> Laid:
     """The cheapest strategies; `fixed` holds weights to layouts that are already loaded.
 
-    `like`: the same choices by other prices. `fuse`: norms are one kernel each. `beside`: the part
+    `like`: the same choices by other prices. `fuse`: norms, and chains, are one kernel each. `beside`: the part
     of a move by rows that is taken to be left where it stands at a matmul.
     """
     if like is not None:
@@ -138,10 +139,17 @@ def lay(
         _hold(problem, fixed or {})
     norms = inside(program.graph) if fuse else {}
     prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
-    prices = replace(prices, beside=beside)
+    chained = _chained(program, norms) if fuse else frozenset[fx.Node]()
+    prices = replace(prices, beside=beside, chained=chained)
     strategies = solve(problem, prices).strategies
     grads = program.differentiable()
     return Laid(program, description, problem, strategies, grads, prices)
+
+
+def _chained(program: Program, norms: Mapping[fx.Node, Norm]) -> frozenset[fx.Node]:
+    """What runs in chains; a norm's kernel reads and writes memory."""
+    ends = {n for norm in norms.values() for n in (norm.x, norm.last)}
+    return frozenset(n for n in program.graph.nodes if computes(n) and n not in norms and n not in ends)
 
 
 def make(
@@ -153,14 +161,14 @@ def make(
     """The cheapest plan; `laid`: the strategies that are cheapest where every move blocks."""
     if not graphed(program, options):
         return _planned(laid or lay(program, options, fixed), options)
-    # In a graph nothing is launched from the host, and norms are one kernel each.
+    # In a graph nothing is launched from the host, and norms and chains are one kernel each.
     options = replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
     blocking = lay(program, options, fixed, like=laid, fuse=True)
     best = _planned(blocking, options)
     if _peers(program, options) is None:
         return best
     rows = _planned(lay(program, options, like=blocking, fuse=True, beside=BESIDE), options)
-    margin = DIRECT_GAIN if direct.shares(best.plan.overlaps) else 1.0
+    margin = DIRECT_GAIN if direct.ways(best.plan.overlaps) else 1.0
     return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else best
 
 

@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import fx
 
+from plait.passes.chains import reads, writes
 from plait.passes.norms import Norm
 from plait.plan.problem import Choice, Key, Problem
 from plait.rules.describe import Operand
@@ -59,6 +60,7 @@ class CostPrices:
     largest_value: float = 0.0  # bytes
     beside: float = 1.0  # of a move by rows: what is left of it beside a matmul
     norms: Mapping[fx.Node, Norm] = field(default_factory=dict)  # what runs as one kernel
+    chained: frozenset[fx.Node] = frozenset()  # element-wise operators that run together
     columns: Mapping[fx.Node, Factor] = field(default_factory=dict)  # the last dim of what they norm
 
     @classmethod
@@ -78,7 +80,7 @@ class CostPrices:
             for norm in (norms or {}).values()
             if norm.x in problem.choices
         }
-        return cls(rates, collective, problem.n, max(weights), max(values), 1.0, norms or {}, columns)
+        return cls(rates, collective, problem.n, max(weights), max(values), norms=norms or {}, columns=columns)
 
     def node(self, choice: Choice, index: int) -> float:
         strategy = choice.strategies[index]
@@ -114,9 +116,12 @@ class CostPrices:
         if self.fused(choice, strategy):
             return 0.0  # in registers
         flops = sum(flops_of(letters, strategy) for letters in products_of(choice))
-        nbytes = sum(bytes_of(o.dims, dtype_of(o)) * share_of(o.dims, strategy) for o in access.operands)
-        for dims, dtype in zip(choice.results, choice.dtypes, strict=True):
-            nbytes += bytes_of(dims, dtype) * share_of(dims, strategy)
+        node = choice.node
+        read = [o for o in access.operands if reads(node, o.node, self.chained)]
+        nbytes = sum(bytes_of(o.dims, dtype_of(o)) * share_of(o.dims, strategy) for o in read)
+        if writes(node, self.chained):
+            for dims, dtype in zip(choice.results, choice.dtypes, strict=True):
+                nbytes += bytes_of(dims, dtype) * share_of(dims, strategy)
         return max(flops / self.rates.flops, nbytes / self.rates.bandwidth)
 
     def fused(self, choice: Choice, strategy: Strategy) -> bool:

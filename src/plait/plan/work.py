@@ -20,6 +20,7 @@ from operator import getitem
 
 from torch import Tensor, fx
 
+from plait.passes.chains import reads, writes
 from plait.passes.expand import is_random
 from plait.passes.microbatch import Batch
 from plait.passes.overlap.flow import Edge, Flow
@@ -148,10 +149,16 @@ class Work:
         return sum(self.weights[name] for name in used)
 
 
-def work(flow: Flow, problem: Problem, rates: Rates, batch: Batch | None) -> Work:
-    """`batch`: how the batch would be cut, None where it cannot be."""
+def work(
+    flow: Flow,
+    problem: Problem,
+    rates: Rates,
+    batch: Batch | None,
+    chained: frozenset[fx.Node] = frozenset(),
+) -> Work:
+    """`batch`: how the batch would be cut, None where it cannot be. `chained`: parts of longer kernels."""
     program = flow.program
-    counter = _Counter(flow, problem, batch)
+    counter = _Counter(flow, problem, batch, chained)
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     light = _light(flow)
     at = {n: i for i, n in enumerate(nodes)}
@@ -185,6 +192,7 @@ class _Counter:
     flow: Flow
     problem: Problem
     batch: Batch | None
+    chained: frozenset[fx.Node]
 
     def moves(self, node: fx.Node) -> bool:
         """Whether the value holds rows of the batch."""
@@ -203,7 +211,7 @@ class _Counter:
             self._flops(choice, strategy),
             Amount() if view else self._bytes(choice, strategy),
             passes,
-            0.0 if view else passes,
+            passes if not view and writes(node, self.chained) else 0.0,
             tuple(self._transfers(node)),
             value if len(choice.results) == 1 else Amount(),
             Amount() if view else value,
@@ -237,8 +245,9 @@ class _Counter:
                 self.moves(o.node),
             )
             for o in access.operands
+            if reads(choice.node, o.node, self.chained)
         ]
-        return sum(read, self._value(choice, strategy))
+        return sum(read, self._value(choice, strategy) if writes(choice.node, self.chained) else Amount())
 
     def _value(self, choice: Choice, strategy: Strategy) -> Amount:
         total = sum(

@@ -22,7 +22,8 @@ from torch import Tensor
 from plait.runtime.symmetric import Channel, Rows, Signals
 
 Range = tuple[int, int]  # rows first to last, exclusive
-Events = dict[int, Any]  # rank -> torch.cuda.Event, or None where there are no streams
+Run = tuple[int, int]  # a rank, and which of its runs of rows
+Events = dict[Run, Any]  # torch.cuda.Event, or None where there are no streams
 
 
 class Lane:
@@ -79,77 +80,82 @@ class Terms:
 
 @dataclass(frozen=True)
 class Pulled:
-    """What a pull is waited for by, for each rank whose rows it copies."""
+    """What a pull is waited for by, for each run of rows that it copies."""
 
     events: Events
-    flags: dict[int, Tensor]  # filled as the rows land; each must be drained once. Or none: events
+    flags: dict[Run, Tensor]  # filled as the rows land; each must be drained once. Or none: events
 
-    def wait(self, compute: Lane, near: Signals, rank: int) -> None:
-        if rank in self.flags:
-            near.drain([self.flags[rank]])
+    def wait(self, compute: Lane, near: Signals, run: Run) -> None:
+        if run in self.flags:
+            near.drain([self.flags[run]])
         else:
-            compute.after(self.events.get(rank))
+            compute.after(self.events.get(run))
 
 
 def gather(
     rows: Rows,
     ready: Channel,
     lane: Lane,
-    part: Callable[[int], Range] | None = None,
+    runs: Callable[[int], Sequence[Range]] | None = None,
     landed: Tensor | None = None,
 ) -> Pulled:
-    """Pull every other rank's rows, or the `part` of them that it names, into this rank's copy.
+    """Pull every other rank's rows, or the `runs` of them that it names, into this rank's copy.
 
-    `landed`: local flags, one a rank. A kernel that drains one starts at once after the kernel before
+    `landed`: local flags [ranks, runs]. A kernel that drains one starts at once after the kernel before
     it; one that waits for an event of another lane starts 5 us later in a graph.
     """
 
-    def copy(rank: int) -> tuple[Tensor, Tensor]:
-        first, last = part(rank) if part else (rows.bounds[rank], rows.bounds[rank + 1])
-        return rows.between(first, last), rows.between(first, last, on=rank)
+    def copies(rank: int) -> list[tuple[Tensor, Tensor]]:
+        ranges = runs(rank) if runs else [(rows.bounds[rank], rows.bounds[rank + 1])]
+        return [(rows.between(a, b), rows.between(a, b, on=rank)) for a, b in ranges]
 
-    return _pull(rows.others, ready, lane, copy, landed)
+    return _pull(rows.others, [ready], lane, copies, landed)
 
 
 def collect(
     terms: Terms,
-    ready: Channel,
+    ready: Sequence[Channel],
     lane: Lane,
-    part: Range | None = None,
+    runs: Sequence[Range] | None = None,
     landed: Tensor | None = None,
 ) -> Pulled:
-    """Pull every other rank's terms of this rank's rows, or of the `part` first to last of them."""
+    """Pull every other rank's terms of this rank's rows, or of `runs` of them, each when it is `ready`."""
     partials = terms.partials
     begin, end = partials.bounds[partials.rank], partials.bounds[partials.rank + 1]
-    first, last = part or (begin, end)
+    ranges = [(begin, end)] if runs is None else runs
 
-    def copy(rank: int) -> tuple[Tensor, Tensor]:
-        into = terms.slot(rank)[first - begin : last - begin]
-        return into, partials.between(first, last, on=rank)
+    def copies(rank: int) -> list[tuple[Tensor, Tensor]]:
+        into = terms.slot(rank)
+        return [(into[a - begin : b - begin], partials.between(a, b, on=rank)) for a, b in ranges]
 
-    return _pull(partials.others, ready, lane, copy, landed)
+    return _pull(partials.others, ready, lane, copies, landed)
 
 
 def _pull(
     ranks: Sequence[int],
-    ready: Channel,
+    ready: Sequence[Channel],
     lane: Lane,
-    copy: Callable[[int], tuple[Tensor, Tensor]],
+    copies: Callable[[int], list[tuple[Tensor, Tensor]]],
     landed: Tensor | None,
 ) -> Pulled:
-    """A copy of no rows has no signal either: its owner does not put."""
+    """Copy i of a rank when `ready[i]` says so, or with the one before where there is no such channel.
+
+    The first runs of all ranks come before the second ones. A copy of no rows has no signal either: its
+    owner does not put.
+    """
     pulled = Pulled({}, {})
+    found = [(rank, i, *copy) for rank in ready[0].reached(ranks) for i, copy in enumerate(copies(rank))]
     with lane():
-        for rank in ready.reached(ranks):
-            into, source = copy(rank)
+        for rank, i, into, source in sorted(found, key=lambda f: f[1]):
             if not into.shape[0]:
                 continue
-            ready.wait([rank])
+            if i < len(ready):
+                ready[i].wait([rank])
             into.copy_(source, non_blocking=True)
             if landed is not None:
-                pulled.flags[rank] = landed[rank]
-                ready.signals.fill([landed[rank]])
-            pulled.events[rank] = lane.mark()
+                pulled.flags[rank, i] = landed[rank, i]
+                ready[0].signals.fill([landed[rank, i]])
+            pulled.events[rank, i] = lane.mark()
     return pulled
 
 
@@ -173,7 +179,7 @@ def all_reduce(
 
     lane = lane or Lane.current(out.own.device)
     collected.put()
-    collect(terms, collected, lane)
+    collect(terms, [collected], lane)
     sum_norm(terms.sources(), None, None, eps=0.0, kind="none", residual_out=None, rows_out=out.own)
     gathered.put()
     gather(out, gathered, lane)

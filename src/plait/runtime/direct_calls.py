@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from plait.passes import ops
+from plait.passes.rings import Way
 from plait.runtime import pieces
 from plait.runtime.copy_engine import Lane, Pulled
-from plait.runtime.pieces import Linear, Ring
+from plait.runtime.pieces import COPIED, Linear, Ring
 
 
 def add_norm(
@@ -56,9 +57,9 @@ def end(ring: Ring) -> None:
 
 
 def matmul_scatter(
-    ring: Ring, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, share: float
+    ring: Ring, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, way: Way
 ) -> Pulled:
-    return pieces.matmul_scatter(ring, flat(x), weight, _lane(ring), share, bias=bias)
+    return pieces.matmul_scatter(ring, flat(x), weight, _lane(ring), way, bias=bias)
 
 
 def scattered(ring: Ring, terms: Tensor) -> Pulled:
@@ -75,8 +76,8 @@ def finish(
     shape: tuple[int, ...] | None,
     kind: Any,
     eps: float,
-    read: float = 0.0,
-    push: float | None = None,
+    read: Way = COPIED,
+    push: Way | None = None,
     keep: bool = False,
 ) -> tuple[Tensor | None, Pulled | Tensor]:
     """(sum with the residual, where it is to `keep`; its norm, a token if it is handed on by `push`)."""
@@ -97,7 +98,7 @@ def finish(
         term=term,
         rows_out=rows,
         read=read,
-        push=push or 0.0,
+        push=push or COPIED,
     )
     if shape is None:
         assert isinstance(source, Tensor)
@@ -111,7 +112,7 @@ def published(ring: Ring, rows: Tensor) -> Pulled:
 
 
 def gather_matmul(
-    ring: Ring, token: Pulled, *weights: Sequence[Any], shape: tuple[int, ...], share: float
+    ring: Ring, token: Pulled, *weights: Sequence[Any], shape: tuple[int, ...], way: Way
 ) -> tuple[Any, ...]:
     """Of each of `weights` its product; of packed ones a tuple of products."""
     rows = ring.rows.buffer.local.shape[0]
@@ -125,7 +126,7 @@ def gather_matmul(
             outs.append(products if len(products) > 1 else products[0].split(sizes, -1))
         else:
             outs += products
-    pieces.gather_matmul(ring, linears, _lane(ring), token, share)
+    pieces.gather_matmul(ring, linears, _lane(ring), token, way)
     return tuple(outs)
 
 

@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 
 from plait.passes import rings
 from plait.passes.partition import Local
-from plait.plan.direct import shares
+from plait.plan.direct import ways
 from plait.plan.planner import Planned
 from plait.program import Program
 from plait.rules.moves import Cut, take
 from plait.runtime import direct as lowering
+from plait.runtime.fused import fuse
 from plait.runtime.graphs import Replay
 from plait.runtime.streams import Beside, halves
 from plait.runtime.symmetric import Workspace
@@ -168,12 +169,14 @@ def executable(
             fresh = beside is None and name in alone
             root[name] = MoveModule(site, beside or transport, forward, backward, fresh=fresh)
     place(local.graph, device)
-    module = fx.GraphModule(root, local.graph)
     patterns = patterns_of(planned.program)
     inputs = sum(i.node is not None for i in planned.program.inputs)
     fixed = all(isinstance(s, int) for p in patterns if isinstance(p, Pattern) for s in p.shape)
     graphed = device.type == "cuda" and fixed and not local.seeded and not planned.program.mutations
     graphed = graphed and (transport.captures or not _talks(local))
+    if graphed and not planned.program.training:
+        root |= fuse(local.graph)
+    module = fx.GraphModule(root, local.graph)
     replay = Replay(module, inputs) if graphed else None
     return Executable(planned, local, module, patterns, device, replay, workspace)
 
@@ -188,7 +191,7 @@ def _direct(
     """The modules of moves through the peers' memory, after a rewrite of the graph for kernels."""
     if arena is None or not rings.fixed(planned.program):
         return {}, None
-    chosen = shares(planned.plan.overlaps)
+    chosen = ways(planned.plan.overlaps)
     found = rings.find(planned.program, local)
     made, workspace = dict[str, Any](), None
     if chosen:

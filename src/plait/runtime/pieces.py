@@ -5,14 +5,15 @@
     finish            sum of the terms + residual + norm on own rows, told to all
 
 The residual stream is cut by rows among the ranks (`Ring`); with N ranks a matmul has N pieces.
-Two ways lead to another rank, and a `direct` share of every rank's rows divides the rows between them:
+Two ways lead to another rank, and a move's `Way` (passes/rings.py) divides the rows between them:
 
     copied    by the copy engine, beside the matmul on other rows; costs no multiprocessor, but some
-              15 us of signals and engine changes before the rows can be used
+              15 us of signals and engine changes before the rows can be used. In several runs, so that
+              the first is under way, or used, before the last is there
     direct    read or stored by the kernel that sums and norms; nothing hides it but the other rows of
               that kernel, and its signals take 3 us
 
-All copied is best where the matmul is longer than the copy. Where it is shorter, the share that
+All copied is best where the matmul is longer than the copy. Where it is shorter, the part that
 does not fit beside the matmul goes directly, meanwhile.
 """
 
@@ -21,11 +22,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from plait.passes.rings import Way
 from plait.runtime.copy_engine import Lane, Pulled, Range, Terms, collect, gather
 from plait.runtime.handshake import Handshake, Reach
 from plait.runtime.symmetric import Channel, KernelSignals, Rows, Signals, Workspace, bytes_for
@@ -33,7 +36,9 @@ from plait.runtime.symmetric import Channel, KernelSignals, Rows, Signals, Works
 if TYPE_CHECKING:
     from plait.runtime.kernels.norm import Kind
 
-GRAIN = 64  # rows; a cut between copied and direct rows is a multiple of it where rows allow
+GRAIN = 64  # rows; a cut between copied and direct rows, or runs, is a multiple of it where rows allow
+RUNS = 4  # of one rank's rows, at most
+COPIED = Way()
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,11 @@ class Ring:
     terms: Terms
     gathered: Channel  # the owner's copied rows are written
     pushed: Channel  # the owner's direct rows are here
-    collected: Channel  # the copied terms are written
+    collected: tuple[Channel, ...]  # of every run: the copied terms are written
     readable: Channel  # the direct terms are written
     released: Channel  # the rows have been read for the last time; full at the start
     arrivals: Tensor
-    landed: Tensor  # local flags [rows or terms, rank]
+    landed: Tensor  # local flags [rows or terms, rank, run]
     near: Signals  # for the compute lane, where nothing hides a signal
     pulls: Lane
     puts: Lane
@@ -69,11 +74,11 @@ class Ring:
             terms,
             workspace.channel(),
             workspace.channel(),
-            workspace.channel(),
+            tuple(workspace.channel() for _ in range(RUNS)),
             workspace.channel(),
             workspace.channel(full=True),
             workspace.local_flags(),
-            workspace.local_flags(2, workspace.ranks),
+            workspace.local_flags(2, workspace.ranks, RUNS),
             near,
             Lane.beside(device),
             Lane.beside(device),
@@ -81,22 +86,24 @@ class Ring:
 
     @staticmethod
     def nbytes(rows: int, width: int, dtype: torch.dtype, ranks: int) -> int:
-        return bytes_for(((rows, width), dtype), ((rows, width), dtype), channels=5, ranks=ranks)
+        return bytes_for(((rows, width), dtype), ((rows, width), dtype), channels=4 + RUNS, ranks=ranks)
 
     def lanes(self) -> tuple[Lane, Lane]:
         return self.pulls, self.puts
 
-    def direct(self, owner: int, share: float) -> Range:
+    def direct(self, owner: int, way: Way) -> Range:
         """The owner's direct rows: next to its neighbour's, so that both can be one matmul's rows."""
         begin, end = self.rows.bounds[owner], self.rows.bounds[owner + 1]
-        grain = GRAIN if end - begin >= 2 * GRAIN else 1
-        count = min(end - begin, round((end - begin) * share / grain) * grain)
+        count = min(end - begin, _even((end - begin) * way.direct, end - begin))
         return (begin, begin + count) if owner % 2 else (end - count, end)
 
-    def copied(self, owner: int, share: float) -> Range:
+    def copied(self, owner: int, way: Way) -> list[Range]:
+        """The runs of the owner's other rows."""
         begin, end = self.rows.bounds[owner], self.rows.bounds[owner + 1]
-        first, last = self.direct(owner, share)
-        return (last, end) if owner % 2 else (begin, first)
+        first, last = self.direct(owner, way)
+        begin, end = (last, end) if owner % 2 else (begin, first)
+        cuts = [begin + _even((end - begin) * i / way.runs, end - begin) for i in range(way.runs)]
+        return [r for r in pairwise([*cuts, end]) if r[0] < r[1]]
 
     def open(self, compute: Lane) -> None:
         """Before the first write into `rows` of a step; the peers' last reads were a step ago."""
@@ -115,15 +122,13 @@ class Ring:
         with self.puts():
             channel.put(ranks)
 
-    def gather(self, direct: float = 0.0, *, by_flag: bool = True) -> Pulled:
+    def gather(self, way: Way = COPIED, *, by_flag: bool = True) -> Pulled:
         landed = self.landed[0] if by_flag else None
-        part = partial(self.copied, share=direct)
-        return gather(self.rows, self.gathered, self.pulls, part, landed)
+        return gather(self.rows, self.gathered, self.pulls, partial(self.copied, way=way), landed)
 
-    def collect(self, direct: float = 0.0, *, by_flag: bool = True) -> Pulled:
+    def collect(self, way: Way = COPIED, *, by_flag: bool = True) -> Pulled:
         landed = self.landed[1] if by_flag else None
-        part = self.copied(self.rows.rank, direct)
-        return collect(self.terms, self.collected, self.pulls, part, landed)
+        return collect(self.terms, self.collected, self.pulls, self.copied(self.rows.rank, way), landed)
 
 
 @dataclass(frozen=True)
@@ -143,9 +148,9 @@ class Linear:
 
 
 def gather_matmul(
-    ring: Ring, linears: Sequence[Linear], compute: Lane, pulled: Pulled, direct: float = 0.0
+    ring: Ring, linears: Sequence[Linear], compute: Lane, pulled: Pulled, way: Way = COPIED
 ) -> None:
-    """Every one of `linears` of all rows in pieces; `pulled` is that of `ring.gather(direct)`."""
+    """Every one of `linears` of all rows in pieces; `pulled` is that of `ring.gather(way)`."""
     rows = ring.rows
 
     def run(first: int, last: int) -> None:
@@ -153,19 +158,19 @@ def gather_matmul(
             linear(rows.between(first, last), first, last)
 
     here = [(rows.bounds[rows.rank], rows.bounds[rows.rank + 1])]
-    for first, last in merged(here + [ring.direct(rank, direct) for rank in rows.others]):
+    for first, last in merged(here + [ring.direct(rank, way) for rank in rows.others]):
         run(first, last)
-    for rank in rows.others:
-        first, last = ring.copied(rank, direct)
-        if first < last:
-            pulled.wait(compute, ring.near, rank)
-            run(first, last)
+    for i in range(way.runs):
+        for rank in rows.others:
+            for first, last in ring.copied(rank, way)[i : i + 1]:
+                pulled.wait(compute, ring.near, (rank, i))
+                run(first, last)
 
 
 def gathered(ring: Ring, compute: Lane, pulled: Pulled) -> Tensor:
     """All rows, as soon as they are here, for readers that take them whole."""
-    for rank in ring.rows.others:
-        pulled.wait(compute, ring.near, rank)
+    for run in pulled.events:
+        pulled.wait(compute, ring.near, run)
     return ring.rows.buffer.local
 
 
@@ -174,7 +179,7 @@ def matmul_scatter(
     x: Tensor,
     weight: Tensor,
     compute: Lane,
-    direct: float = 0.0,
+    way: Way = COPIED,
     *,
     bias: Tensor | None = None,
     by_flag: bool = True,
@@ -182,21 +187,21 @@ def matmul_scatter(
     """terms = x @ weight.T in pieces, each told to the owner of its rows; pulls the own rows' terms."""
     partials = ring.terms.partials
     linear = Linear(weight, partials.buffer.local, bias)
-    for rank in partials.others:
-        first, last = ring.copied(rank, direct)
-        if first < last:
-            linear(x[first:last], first, last)
-            ring.put(compute, ring.collected, [rank])
+    for i in range(way.runs):
+        for rank in partials.others:
+            for first, last in ring.copied(rank, way)[i : i + 1]:
+                linear(x[first:last], first, last)
+                ring.put(compute, ring.collected[i], [rank])
     own = [(partials.bounds[partials.rank], partials.bounds[partials.rank + 1])]
-    for first, last in merged(own + [ring.direct(rank, direct) for rank in partials.others]):
+    for first, last in merged(own + [ring.direct(rank, way) for rank in partials.others]):
         linear(x[first:last], first, last)
-    return ring.collect(direct, by_flag=by_flag)
+    return ring.collect(way, by_flag=by_flag)
 
 
 def scattered(ring: Ring, terms: Tensor, compute: Lane) -> Pulled:
     """As `matmul_scatter`, of terms that are there whole."""
     ring.terms.partials.buffer.local.copy_(terms)
-    ring.put(compute, ring.collected)
+    ring.put(compute, ring.collected[0])
     return ring.collect()
 
 
@@ -213,37 +218,37 @@ def finish(
     residual_out: Tensor | None = None,
     term: Tensor | None = None,
     rows_out: Tensor | None = None,
-    read: float = 0.0,
-    push: float = 0.0,
+    read: Way = COPIED,
+    push: Way = COPIED,
     by_flag: bool = True,
 ) -> Pulled:
     """Sum the terms, add `residual`, norm into the own rows, hand them on.
 
     The sum stays in `residual_out`, or in place. `term`: summed instead of the ring's terms.
-    `rows_out`: written instead of the ring's rows, and then nothing is handed on. `read`: the direct
-    share of the scatter before; `push`: that of the gather that follows, which is returned and waited
-    for `by_flag` or by event.
+    `rows_out`: written instead of the ring's rows, and then nothing is handed on. `read`: the way of the
+    scatter before; `push`: that of the gather that follows, which is returned and waited for `by_flag`
+    or by event.
     """
     from plait.runtime.kernels.norm import sum_norm
 
     rows, partials, me = ring.rows, ring.terms.partials, ring.rows.rank
     begin, everyone = rows.bounds[me], range(len(rows.buffer.on))
 
-    def reach(tensors: list[Tensor], share: float) -> Reach | None:
-        first, last = ring.direct(me, share)
-        return Reach(tensors, first - begin, last - begin) if share else None
+    def reach(tensors: list[Tensor], way: Way) -> Reach | None:
+        first, last = ring.direct(me, way)
+        return Reach(tensors, first - begin, last - begin) if way.direct else None
 
     if not pulled.flags:
         compute.after(*pulled.events.values())
-    copies = ring.gathered.outgoing() if push < 1 else []
+    copies = ring.gathered.outgoing() if push.direct < 1 else []
     shake = Handshake(
         ring.arrivals,
-        enter_fills=ring.readable.outgoing() if read else [],
-        enter_drains=[*pulled.flags.values(), *(ring.readable.incoming() if read else [])],
-        leave_fills=[*copies, *ring.pushed.outgoing()] if push else [],
-        leave_drains=ring.pushed.incoming() if push else [],
+        enter_fills=ring.readable.outgoing() if read.direct else [],
+        enter_drains=[*pulled.flags.values(), *(ring.readable.incoming() if read.direct else [])],
+        leave_fills=[*copies, *ring.pushed.outgoing()] if push.direct else [],
+        leave_drains=ring.pushed.incoming() if push.direct else [],
     )
-    shaken = read or push or pulled.flags
+    shaken = read.direct or push.direct or pulled.flags
     sum_norm(
         ring.terms.sources() if term is None else [term],
         residual,
@@ -259,7 +264,7 @@ def finish(
     )
     if rows_out is not None:
         return Pulled({}, {})
-    if not push:
+    if not push.direct:
         ring.put(compute, ring.gathered)
     return ring.gather(push, by_flag=by_flag)
 
@@ -269,6 +274,12 @@ def published(ring: Ring, rows: Tensor, compute: Lane) -> Pulled:
     ring.rows.own.copy_(rows)
     ring.put(compute, ring.gathered)
     return ring.gather()
+
+
+def _even(rows: float, of: int) -> int:
+    """About so many rows, in whole grains where there are enough."""
+    grain = GRAIN if of >= 2 * GRAIN else 1
+    return round(rows / grain) * grain
 
 
 def merged(ranges: list[Range]) -> list[Range]:

@@ -1,0 +1,60 @@
+"""Fused: chains of element-wise operators (passes/chains.py), each compiled as one by Inductor.
+
+Chains that are alike, as those of a model's layers, are one callable, compiled when it first meets tensors of
+a form. Every operator's result is rounded to its dtype as it is outside a chain.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from plait.passes.chains import chains
+
+Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
+ROUNDED = {"emulate_precision_casts": True}  # of Inductor: as torch rounds outside of it
+
+
+def fuse(graph: fx.Graph, compiler: Compile | None = None) -> dict[str, nn.Module]:
+    """Rewrite `graph`, an inference program of fixed sizes; the modules that it calls now."""
+    made: dict[str, nn.Module] = {}
+    known: dict[str, str] = {}  # how a chain reads -> its module's name
+    for chain in chains(graph):
+        text = chain.text()
+        if text not in known:
+            known[text] = f"fused_{len(known)}"
+            made[known[text]] = Fused(chain.module(), compiler or inductor)
+        chain.replace(known[text])
+    return made
+
+
+class Fused(nn.Module):
+    """One chain; `forward` returns a tuple. What Inductor cannot compile runs as it is, and says so."""
+
+    def __init__(self, chain: fx.GraphModule, compiler: Compile) -> None:
+        super().__init__()
+        self.chain, self.compiler = chain, compiler
+        self.compiled: dict[Any, Callable[..., Any]] = {}  # by shapes, strides and dtypes
+
+    def forward(self, *inputs: Tensor) -> Any:
+        form = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
+        if form not in self.compiled:
+            self.compiled[form] = self._compile(list(inputs))
+        return self.compiled[form](*inputs)
+
+    def _compile(self, inputs: list[Tensor]) -> Callable[..., Any]:
+        try:
+            return self.compiler(self.chain, inputs)
+        except Exception as error:  # whatever a compiler meets, the chain itself is right
+            first = str(error).splitlines()[:1]
+            warnings.warn(f"a chain of element-wise operators stays unfused: {first}", stacklevel=2)
+            return self.chain
+
+
+def inductor(chain: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    import torch._inductor
+
+    return torch._inductor.compile(chain, list(inputs), options=ROUNDED)  # type: ignore[no-any-return, arg-type]
