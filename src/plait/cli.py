@@ -38,15 +38,15 @@ Model = Annotated[
         help="a folder, a GGUF file, a hub id, module:function, or smollm2", metavar="MODEL"
     ),
 ]
-Nproc = Annotated[int, typer.Option(help="local processes, one for each rank", min=1)]
+Nproc = Annotated[int, typer.Option(help="local processes, one for each rank", min=1, max=512)]
 Pp = Annotated[int, typer.Option(help="stages of the pipeline; tensor parallelism takes the rest", min=1)]
 Algorithm = Annotated[str, typer.Option(help="of every collective: auto, native, ring, tree ...")]
 Cluster = Annotated[str, typer.Option(help="a preset, for example dgx-h100 or dgx-h100[2x8]")]
 Tp = Annotated[str, typer.Option(help="ranks of tensor parallelism, or auto")]
 Stages = Annotated[str, typer.Option("--pp", help="stages of a pipeline, or auto")]
 Dp = Annotated[str, typer.Option(help="replicas, or auto")]
-Batch = Annotated[int, typer.Option(help="rows of the example input", min=1)]
-Length = Annotated[int, typer.Option(help="tokens of the example input", min=1)]
+Batch = Annotated[int, typer.Option(help="rows of the example input; a function has its own", min=1)]
+Length = Annotated[int, typer.Option(help="tokens of the example input; a function has its own", min=1)]
 Dtype = Annotated[str, typer.Option(help="of the weights: float32, bfloat16 ...")]
 Training = Annotated[bool, typer.Option("--training", help="with gradients")]
 
@@ -67,6 +67,8 @@ def run(
 
     check_processes(nproc, pp, algorithm)
     found = models.resolve(model, say=_say)
+    if prompt is not None:
+        models.tokenizer(found)
     launch(generate.run, nproc, generate.Request(found, prompt, max_tokens, algorithm, pp))
 
 
@@ -181,7 +183,7 @@ def bench(
     """Time MODEL or a shape in several orchestrations, in turn: what is exposed, what is hidden."""
     from plait import models
     from plait.asked import check_file
-    from plait.bench import shapes, sitting
+    from plait.bench import rows, shapes, sitting
     from plait.cluster import Cluster
     from plait.errors import InputError
     from plait.runtime.processes import launch
@@ -199,6 +201,9 @@ def bench(
         shapes.named(shape).share(part or nproc, nproc)
     if against not in ("", "torch") or (against and not shape):
         raise InputError(f"--against {against}: it takes torch, for a --shape")
+    if share and not shape:
+        raise InputError(f"--share {share}: of the layers of a --shape")
+    rows.refuse_unknown(without or (), chunks or ())
     request = sitting.Request(
         models.resolve(model, say=_say) if model else None,
         shape, layers, part, tuple(tokens or [512]),
@@ -249,6 +254,7 @@ def collectives(
     """Run every algorithm on this machine, or price (--dry) or draw (--show) them."""
     from plait import survey
     from plait.cluster.units import parse_size
+    from plait.errors import InputError
     from plait.report import collectives as report
     from plait.report import tables
 
@@ -261,6 +267,8 @@ def collectives(
         machine = report.part(cluster, ranks)
         tables.show(report.priced(what, parse_size(size), machine))
     else:
+        if not parse_size(size):
+            raise InputError(f"--size {size}: there is nothing to send")
         survey.run(what, parse_size(size), nproc, rounds)
 
 

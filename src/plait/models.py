@@ -14,7 +14,6 @@ safetensors to load them from, so that no rank ever holds them all.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from plait import fetch
+from plait.capture.refuse import told, user_line
 from plait.errors import InputError
 from plait.runtime.checkpoint import Checkpoint
 
@@ -155,21 +155,30 @@ def _function(name: str) -> Callable[[], Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name and not module.startswith(error.name):
-            raise  # the user's module imports something that is not there
-        raise InputError(f"{name}: there is no module {module!r}") from None
-    except AttributeError:
-        raise InputError(f"{name}: module {module!r} has no {attribute!r}") from None
+        if error.name and module.startswith(error.name):
+            raise InputError(f"{name}: there is no module {module!r}") from None
+        raise InputError(f"{name}: {told(error)}") from error
+    except Exception as error:
+        raise InputError(f"{name}: {told(error)}") from error
+    found = getattr(imported, attribute, None)
+    if found is None:
+        raise InputError(f"{name}: module {module!r} has no {attribute!r}")
     if not callable(found):
-        raise InputError(f"{name} is a {type(found).__name__}, not a function")
+        raise InputError(f"{name} is of type {type(found).__name__}, and no function")
     return found  # type: ignore[no-any-return]
 
 
 def _called(function: Callable[[], Any]) -> Example:
     torch.manual_seed(0)  # the same random weights on every rank
-    match function():
+    try:
+        made = function()
+    except Exception as error:
+        if isinstance(error, TypeError) and not user_line(error):
+            raise InputError(f"{error}: it is called without any") from None
+        raise InputError(f"{_spelled(function)}(): {told(error)}") from error
+    match made:
         case (nn.Module() as model, tuple(args), dict(kwargs)):
             return Example(model, args, kwargs)
         case (nn.Module() as model, tuple(args)):
@@ -180,9 +189,13 @@ def _called(function: Callable[[], Any]) -> Example:
             return Example(model, (tensor,))
         case other:
             raise InputError(
-                f"{function.__name__}() returns {type(other).__name__}; it should return "
+                f"{_spelled(function)}() returns {type(other).__name__}; it should return "
                 "(model, args), (model, args, kwargs) or (model, kwargs)"
             )
+
+
+def _spelled(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 # --- models of transformers -----------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.capture import capture
-from plait.errors import CaptureError, InputError, PlaitError, WeightError
+from plait.errors import CaptureError, ClusterError, InputError, PlaitError, WeightError
 
 X = torch.randn(4, 6)
 
@@ -115,6 +115,11 @@ def test_what_is_no_plan(text: Any) -> None:
         plait.simulate(text)
 
 
+def test_what_is_no_cluster() -> None:
+    with pytest.raises(ClusterError, match="or the name of one, not 3"):
+        plait.Cluster.of(3)  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module")
 def compiled() -> plait.Compiled:
     return plait.compile(model(), (X,), training=True)
@@ -125,6 +130,13 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no loss": (lambda c: c.step(X), "without loss_fn"),
     "loss of many": (lambda c: c.step(X, loss_fn=lambda out: out), r"a tensor of \[4, 6\]"),
     "loss alone": (lambda c: c.step(X, loss_fn=lambda out: torch.ones(())), "without a gradient"),
+    "loss of no target": (lambda c: c.step(X, loss_fn=lambda out, t: t), r"of which there are 0: .*'t'"),
+    "loss of targets": (lambda c: c.step(X, target=(X, X), loss_fn=lambda out: out), "there are 2: too many"),
+    "complex": (lambda c: c.step(X, loss_fn=lambda out: out.sum() * 1j), "complex; step takes a loss of one real"),
+    "mode": (lambda c: c.train(3), r"train\(3\): it takes True, or False"),
+    "on meta": (lambda c: c(X.to("meta")), r"args\[0\]: on the meta device"),
+    "optimizer": (lambda c: c.save("nowhere/x", 3), "optimizer is 3; it takes None"),
+    "optimizer of a load": (lambda c: c.load("nowhere", 3), "optimizer is 3; it takes None"),
     "save": (lambda c: c.save(3), "the path of a folder, not 3"),
     "save in a file": (lambda c: c.save(__file__), "File exists"),
     "load": (lambda c: c.load_state_dict([1]), "mapping of names to tensors, and not this list"),
@@ -141,6 +153,20 @@ def test_methods_of_a_compiled_module(compiled: plait.Compiled, name: str) -> No
     call, words = CALLS[name]
     with pytest.raises((InputError, WeightError), match=words):
         call(compiled)
+
+
+def test_where_no_line_is_the_users_the_module_is_named(compiled: plait.Compiled) -> None:
+    with pytest.raises(CaptureError, match=r"^0 \(Linear\): RuntimeError: a and b must have same"):
+        compiled(torch.randn(4, 7))
+
+
+def test_an_error_of_the_users_loss_stays_what_it_is(compiled: plait.Compiled) -> None:
+    def loss(out: Tensor) -> Tensor:
+        return out[{}["rows"]]  # type: ignore[no-any-return]
+
+    with pytest.raises(KeyError, match="rows") as caught:
+        compiled.step(X, loss_fn=loss)
+    assert caught.traceback[-1].path.name == "test_asked.py", "the last line of the traceback"
 
 
 class Of(nn.Module):

@@ -15,6 +15,12 @@ import torch
 from torch import nn
 def f():
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), (torch.randn(512, 64),)
+def sized(n):
+    return nn.Linear(n, n), (torch.randn(2, n),)
+def broken():
+    return {}["weights"], ()
+def lone():
+    return nn.Linear(3, 3)
 """
 
 
@@ -24,6 +30,8 @@ PLAN = ("plan", "climodel:f", "--cluster", "dgx-h100[2]")
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "climodel.py").write_text(MODULE)
+    (tmp_path / "cliwrong.py").write_text("x = 1\nimport nowhere_to_be_found\n")
+    (tmp_path / "cliodd.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
 
 
@@ -79,6 +87,19 @@ def test_collectives_priced_drawn_and_tuned(
         (("collectives", "tuner-csv", "--cluster", "loopback"), "loopback has no NCCL"),
         (("plan", "climodel:g", "--cluster", "dgx-h100"), "module 'climodel' has no 'g'"),
         (("plan", "climodel:f", "--cluster", "nowhere"), "nowhere"),
+        (("plan", "climodel:MODEL", "--cluster", "dgx-h100"), "module 'climodel' has no 'MODEL'"),
+        (("plan", "climodel:nn", "--cluster", "dgx-h100"), "is of type module, and no function"),
+        (("plan", "climodel:sized", "--cluster", "dgx-h100"), "argument: 'n': it is called without any"),
+        (("plan", "climodel:broken", "--cluster", "dgx-h100"), "climodel.py:9: `return {}[\"weights\"], ()`: KeyError"),
+        (("plan", "climodel:lone", "--cluster", "dgx-h100"), "lone() returns Linear"),
+        (("plan", "cliwrong:f", "--cluster", "dgx-h100"), "cliwrong.py:2: `import nowhere_to_be_found`: Module"),
+        (("plan", "cliodd:f", "--cluster", "dgx-h100"), "cliodd.py:1: `def f(:`: SyntaxError"),
+        (("run", "climodel:f", "--prompt", "Why?"), "climodel:f has no tokenizer"),
+        (("bench", "--shape", "tiny", "--without", "ring"), "--without 'ring': it takes parameter server, blocking"),
+        (("bench", "--shape", "tiny", "--chunks", "2", "--without", "4 chunks"), "overlapped, 2 chunks, floor"),
+        (("bench", "climodel:f", "--share", "1/8"), "--share 1/8: of the layers of a --shape"),
+        (("collectives", "--size", "0"), "--size 0: there is nothing to send"),
+        (("collectives", "--show", "ring[4]", "--ranks", "3"), "--ranks 3: ring[4] is one of 4 ranks"),
         (("plan", "climodel:f", "--cluster", "dgx-h100", "--tp", "some"), "--tp some: a number"),
         ((*PLAN, "--tp", "3", "--pp", "auto"), "the cluster has 2; with 2 ranks these fit: tp=1 pp=2"),
         ((*PLAN, "--micro-batches", "few"), "--micro-batches few: a number, or auto"),
@@ -106,6 +127,16 @@ def test_a_mistake_is_a_line_and_exit_code_1(
     assert error.count("\n") == 1
 
 
+def test_a_mesh_that_cannot_be_is_told_from_one_that_is_too_large(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--tp 2` alone takes the others of the 8 devices as stages, of which this model has three."""
+    assert call(monkeypatch, "plan", "climodel:f", "--cluster", "dgx-h100", "--tp", "2") == 1
+    error = capsys.readouterr().err
+    assert "no mesh that was asked for can run on dgx-h100[8]; tp=1 pp=1 dp=1 can, on 1 of its" in error
+    assert "tp=2 pp=4 dp=1: pp=4: the model has 3 operators" in error
+
+
 def test_rules_and_clusters(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +153,7 @@ def test_rules_and_clusters(
         ("bench", "--shape", "tiny", "--chunks", "0"),
         ("calibrate", "--nproc", "1"),
         ("verify", "climodel:f", "--nproc", "0"),
+        ("run", "climodel:f", "--nproc", "100000"),
         (*PLAN, "--batch", "0"),
     ],
 )

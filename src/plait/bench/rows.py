@@ -21,6 +21,7 @@ from plait.api import compile as compile_model
 from plait.bench.figures import Kind
 from plait.bench.textbook import CHUNKS, textbook
 from plait.cluster import Cluster
+from plait.errors import InputError
 from plait.models import Example
 from plait.passes.overlap.choose import choose
 from plait.passes.overlap.timeline import Machine
@@ -190,7 +191,7 @@ def alone(call: Call, cluster: Cluster, device: torch.device) -> tuple[Row, Comp
     """One device that runs all the shares: on every rank, all of them at once."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     made = compiled(call, cluster.subset([0]), device, groups[dist.get_rank()])
-    return Row("one device", "alone", call.of(made), made.plan.seconds), made
+    return Row(ALONE, "alone", call.of(made), made.plan.seconds), made
 
 
 def compiled(
@@ -212,6 +213,15 @@ def compiled(
     )
 
 
+def refuse_unknown(without: Collection[str], chunks: Sequence[int]) -> None:
+    """InputError, with the rows there are, for a row to leave out that is none of them."""
+    there = [*BLOCKING, "textbook", "overlapped", *(f"{n} chunks" for n in chunks), "floor", OWN_FLOOR]
+    unknown = [repr(name) for name in without if name not in there]
+    if unknown:
+        always = f"; {ALONE!r} is always timed" if ALONE in without else ""
+        raise InputError(f"--without {', '.join(unknown)}: it takes {', '.join(there)}{always}")
+
+
 def clear(module: nn.Module) -> None:
     for p in module.parameters():
         p.grad = None
@@ -231,6 +241,7 @@ def _how(planned: Planned) -> str:
 
 
 IDLE, OWN_FLOOR = "transfers left out", "floor of overlapped"
+ALONE = "one device"
 BLOCKING = {  # row -> the algorithm of every collective; None: the plan's
     "parameter server": "parameter_server",
     "blocking ring": "ring",

@@ -46,10 +46,26 @@ class Loss:
     def __call__(self, out: Any, targets: Sequence[Any]) -> Tensor:
         """A tensor of one element; InputError for anything else."""
         value = _own(out) if self.fn is None else self.fn(out, *targets)
-        if not isinstance(value, Tensor) or value.numel() != 1:
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             what = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise InputError(f"{self} gives {what}; step takes a loss of one element")
+            kind = ", complex" if isinstance(value, Tensor) and value.is_complex() else ""
+            raise InputError(f"{self} gives {what}{kind}; step takes a loss of one real element")
         return value.reshape(())
+
+    def takes(self, targets: Sequence[Any]) -> None:
+        """InputError where `fn` cannot be called with so many targets."""
+        try:
+            signature = inspect.signature(self.fn) if self.fn is not None else None
+        except (TypeError, ValueError):  # it says nothing of its arguments
+            return
+        try:
+            if signature is not None:
+                signature.bind(None, *targets)
+        except TypeError as error:
+            raise InputError(
+                f"{self}{signature} is called with the output and target=, of which there are "
+                f"{len(targets)}: {error}"
+            ) from None
 
     def __str__(self) -> str:
         if self.fn is None:

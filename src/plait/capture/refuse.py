@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -217,8 +218,26 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
         return _constraints(text, places)
     if ".numpy() is not supported" in text:
         return f"{place}the tensor leaves torch here; only torch operators can be captured"
-    lines = [line for line in text.splitlines() if line.strip()]
+    return told(error)
+
+
+def told(error: BaseException) -> str:
+    """An error in the user's own code: the line, the class and what it says."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_spell(error.filename, error.lineno or 0)}{type(error).__name__}: {error.msg}"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    place = user_line(error) or _module_line(error)
     return f"{place}{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _module_line(error: BaseException) -> str:
+    """The innermost module that ran, where no line of the user's did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ran = [m for f in frames if isinstance(m := f.f_locals.get("self"), nn.Module)]
+    if not ran:
+        return ""
+    names = [name for name, m in ran[0].named_modules() if m is ran[-1]] or [""]
+    return f"{names[0].removeprefix('_export_root').lstrip('.') or 'the model'} ({type(ran[-1]).__name__}): "
 
 
 def _constraints(text: str, places: Mapping[str, str]) -> str:
@@ -269,7 +288,8 @@ def traced_place(node: fx.Node) -> str:
 
 
 def is_user_file(name: str) -> bool:
-    return not name.startswith((*OURS, "<frozen")) and "<eval" not in name
+    standard = name.startswith(STANDARD) and "site-packages" not in name
+    return not standard and not name.startswith((*OURS, "<frozen", "<string>")) and "<eval" not in name
 
 
 def _spell(name: str, line: int) -> str:
@@ -277,7 +297,7 @@ def _spell(name: str, line: int) -> str:
     return f"{name}:{line}: " + (f"`{code}`: " if code else "")
 
 
+STANDARD = sysconfig.get_paths()["stdlib"] + os.sep  # of which site-packages is a part
 OURS = tuple(
-    os.path.dirname(path) + os.sep
-    for path in (torch.__file__, os.path.dirname(__file__), contextlib.__file__)
+    os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )

@@ -239,6 +239,8 @@ class Cluster:
             from plait.cluster.presets import detect
 
             return detect(measured)
+        if not isinstance(spec, str):
+            raise ClusterError(f"a cluster is a plait.Cluster or the name of one, not {spec!r}")
         return Cluster.parse(spec)
 
     def to_json(self) -> str:

@@ -423,6 +423,9 @@ class _Search:
     def _too_large(self, refused: dict[Mesh, str]) -> str:
         lines = [f"{m}: {why}" for m, why in refused.items()]
         smallest = self._smallest()
+        if smallest and smallest[0] <= self.ask.cluster.size:
+            can = f"{smallest[1]} can, on {smallest[0]} of its devices"
+            return "\n".join([f"no mesh that was asked for can run on {self.ask.cluster}; {can}", *lines])
         kind = f"devices like those of {self.ask.cluster}"
         nearest = (
             f"the smallest number of {kind} on which it fits is {smallest[0]} ({smallest[1]})"

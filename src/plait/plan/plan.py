@@ -270,7 +270,9 @@ class Plan:
         try:
             data: dict[str, Any] = json.loads(text)
             version = data.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except KeyError:
+            raise PlanError("this is not a plan: it has no version") from None
+        except (ValueError, AttributeError, TypeError) as error:
             raise PlanError(f"this is not a plan: {error}") from error
         if version != VERSION:
             raise PlanError(f"the plan is of version {version}; this plait reads {VERSION}")

@@ -39,6 +39,8 @@ def drawn(algorithm: str, collective: Collective, ranks: int | None) -> str:
     name, slash, pieces = algorithm.partition("/")
     spelling = algorithm if "[" in algorithm else f"{name}[{ranks or 4}]{slash}{pieces}"
     schedule = build(spelling if " " in spelling else f"{collective} {spelling}")
+    if ranks not in (None, schedule.n):
+        raise CollectiveError(f"--ranks {ranks}: {algorithm} is one of {schedule.n} ranks")
     return f"{draw(schedule)}\n\n{explain(schedule)}"
 
 

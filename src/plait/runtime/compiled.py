@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from plait.asked import check_device
 from plait.capture.join import shapes
-from plait.capture.loss import NO_LOSS, Loss
+from plait.capture.loss import NO_LOSS, TARGET, Loss
 from plait.capture.state import State
 from plait.errors import InputError, NotYetError, WeightError
 from plait.passes.microbatch import MOST
 from plait.passes.partition import Share
 from plait.plan.plan import Plan
-from plait.program import Weight
+from plait.program import Program, Weight
 from plait.report.explain import explain
 from plait.rules.moves import Cut, Step, only_own
 from plait.runtime import checkpoint, gradient, optimizers, saving
@@ -121,6 +121,7 @@ class Compiled(nn.Module):
     ) -> Any:
         agreement = self._agreement
         with agreement.guard(what), self._transport.in_order(), self._follower.casts_off():
+            _refuse_meta(executable.program, leaves)
             seed = self._seed() if executable.local.seeded else torch.zeros(0)
             live = self._live()
             out = (call or executable)(live, leaves, seed)
@@ -219,6 +220,7 @@ class Compiled(nn.Module):
         if not self._first.planned.program.training:
             raise InputError("step() needs gradients: compile with training=True")
         loss, kwargs = Loss(loss_fn), with_target(kwargs, target)
+        loss.takes(kwargs[TARGET])
         if self._replicas.count > 1:
             own = shapes(args, kwargs)
             loss = replace(loss, every=self._agreement.all_replicas("step", own))
@@ -238,6 +240,11 @@ class Compiled(nn.Module):
         """One stage, one micro-batch, one replica: nothing is to be scheduled."""
         stages = self._holdings.stages
         return stages is None or (stages.channel.pp == 1 and not self._first.cut)  # type: ignore[attr-defined]
+
+    def train(self, mode: bool = True) -> Compiled:
+        if not isinstance(mode, bool):
+            raise InputError(f"train({mode!r}): it takes True, or False, which eval() is")
+        return super().train(mode)
 
     # -- what was chosen ---------------------------------------------------------------------------
 
@@ -399,6 +406,7 @@ class Compiled(nn.Module):
         self._agreement.meet("save")
         with self._agreement.step("save"):
             checkpoint.prepare(folder, makes=self._is_first)
+            saving.check(optimizer)
         if sharded or optimizer is not None:
             with torch.no_grad():
                 saving.save(Path(folder), self._held(), optimizer, self._agreement, self._agreement.rank)
@@ -427,6 +435,7 @@ class Compiled(nn.Module):
         """
         weights = [w for w, _ in self._holdings.weights()]
         with self._agreement.step("load"), torch.no_grad():
+            saving.check(optimizer)
             source = open_source(folder, trusted, prefix)
             self._take(locate(_within(weights, {}, True), source=source))
             if optimizer is not None:
@@ -482,6 +491,13 @@ class Compiled(nn.Module):
             "a compiled module cannot be copied or pickled: compile the model again, and take the "
             "weights over by save() or state_dict()"
         )
+
+
+def _refuse_meta(program: Program, leaves: Sequence[Any]) -> None:
+    pairs = zip(leaves, program.inputs, strict=True)
+    empty = [i.path for x, i in pairs if isinstance(x, Tensor) and x.is_meta]
+    if empty:
+        raise InputError(f"{', '.join(empty)}: on the meta device, and without values")
 
 
 def part_of(weight: Weight, cut: Cut | None, rank: int) -> checkpoint.Part:

@@ -145,7 +145,7 @@ class Crew:
         first = min(failed, key=lambda e: (self._raised(e.rank).startswith("RankError"), e.when))
         words = self._words(first)
         others = [e for e in failed if self._words(e) != words and not self._repeats(e, first)]
-        alike = [f"{e.rank}" for e in failed if self._words(e) == words]
+        alike = [f"{rank}" for rank in sorted(e.rank for e in failed if self._words(e) == words)]
         who = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(alike)}"
         text = [f"{who} of {len(self.pids)} {words}"]
         text += [f"  then rank {e.rank} {self._words(e)}" for e in others]

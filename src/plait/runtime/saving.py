@@ -58,6 +58,12 @@ class Held:
         return Piece(spec, self._part(own), rows) if rows.numel() else None
 
 
+def check(optimizer: Any) -> None:
+    """InputError for what is neither an optimizer nor None."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InputError(f"optimizer is {optimizer!r}; it takes None, or a torch.optim.Optimizer")
+
+
 def save(
     folder: Path, held: Sequence[Held], optimizer: Optimizer | None, agreement: Agreement, rank: int
 ) -> None:
