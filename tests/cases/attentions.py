@@ -250,3 +250,15 @@ def two_layers_share_kv() -> Setup:
     parts = dict(q=linear(12, 24), k=linear(12, 12), v=linear(12, 12), o=linear(24, 12))
     model = Net(run, **parts, q2=linear(12, 24), o2=linear(24, 12))
     return Setup(model, (torch.randn(2, 5, 12),))
+
+
+@case("tp2 tp3", flat=("k.bias",))
+def causal_over_two_sequences() -> Setup:
+    """`is_causal` counts positions, though queries and keys are of different sequences."""
+
+    def run(s: Net, x: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = heads(s.q(x), H), heads(s.k(memory), H), heads(s.v(memory), H)
+        return s.o(merge(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+    parts = dict(q=linear(12, 24), k=linear(12, 24), v=linear(12, 24), o=linear(24, 12))
+    return Setup(Net(run, **parts), (torch.randn(1, 13, 12), torch.randn(1, 13, 12)))

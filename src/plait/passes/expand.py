@@ -4,6 +4,7 @@
     embedding       foreign ids give zeros                             -> partial
     repeat          the rank's rows are gathered                       (shares of `(g r)`)
     grouped matmul  widths padded to what its kernel takes
+    attention       a chunk's queries are the last of the keys so far
     softmax         max, then sum, across the ranks
     layer_norm      two means across the ranks
     cross_entropy   max, sum of exponentials and the target's logit across the ranks
@@ -84,6 +85,16 @@ def _repeated(split: Split, g: Factor, merged: Factor, r: int, rank: int) -> lis
     """For each row of the rank's `(g r)`: the position of its row of `g` among those it holds."""
     held = [i for lo, hi in split.ranges(g, rank) for i in range(lo, hi)]
     return [held.index(i // r) for lo, hi in split.ranges(merged, rank) for i in range(lo, hi)]
+
+
+def attention(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    """`is_causal` counts from the first key, a chunk's queries from its last."""
+    new = e.copy(node, xs)
+    if any(dim == len(access.result) - 2 for dim, *_ in e.rows(access.result)):
+        new.target = ops.causal_attention
+    return new
 
 
 def softmax(
@@ -203,6 +214,8 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
     """The expansion that a node needs under its strategy, if any."""
     if is_random(node):
         return dropout if node.target in _DROPOUT else drawn
+    if access.so_far and bind(node)["is_causal"]:
+        return attention
     if strategy.split is None:
         return None
     split = strategy.split

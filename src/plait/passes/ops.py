@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from plait.rules.equation import Ranges
 from plait.rules.moves import take
@@ -116,6 +117,24 @@ class _Packed(torch.autograd.Function):
             for i, w, b in zip(group, of_weights, of_biases, strict=True):
                 to_weights[i], to_biases[i] = w, b
         return to_x, None, None, None, *to_weights, *(to_biases if ctx.biased else [])
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of queries that are the last of the keys: each sees those up to its own."""
+    first = query.shape[-2] == key.shape[-2]
+    mask = None if first else causal_lower_right(query.shape[-2], key.shape[-2])
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=first, scale=scale
+    )
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

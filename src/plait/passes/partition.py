@@ -234,16 +234,18 @@ class Emitter:
             self._own[node] = (new, WHOLE)
             return
         strategy = self.strategies[node]
-        xs = [
-            self.value(o.node, layout, o.dims)
-            for o, layout in zip(access.operands, strategy.operands, strict=True)
-        ]
+        xs = [self.operand(access, i, layout) for i, layout in enumerate(strategy.operands)]
         expand = expansion(node, access, strategy)
         new = expand(self, node, access, strategy, xs) if expand else self.copy(node, xs)
         if len(strategy.results) == 1:
             self._set(node, new, strategy.results[0])
         else:
             self._own[node] = (new, WHOLE)  # a tuple: its getitems say their layouts
+
+    def operand(self, access: Access, i: int, need: Layout) -> fx.Node:
+        """Operand number `i` as an operator reads it."""
+        o = access.operands[i]
+        return self.value(o.node, need, o.dims)
 
     def value(self, node: fx.Node, need: Layout, dims: Dims) -> fx.Node:
         """The value of `node` in layout `need`, moved there if necessary (once)."""

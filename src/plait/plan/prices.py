@@ -216,13 +216,11 @@ def share_of(dims: Dims, strategy: Strategy) -> float:
 
 
 def products_of(choice: Choice) -> list[Dims]:
-    """The letters of every matrix product that an operator is: all of a linear's; of attention
-    `b h q d k` and `b h q k e`."""
+    """The letters of every matrix product that an operator is: all of a linear's."""
     access = choice.access
     assert access is not None
-    if "attention" in str(choice.node.target):
-        query, key = access.operands[0].dims, access.operands[1].dims
-        return [(*query, key[-2]), (*access.results[0], key[-2])]
+    if access.products:
+        return list(access.products)
     if len(access.operands) < 2 or all(x.property != "sum" for x in access.letters):
         return []
     return [tuple({x.factor.root(): x.factor for x in access.letters}.values())]

@@ -15,6 +15,7 @@ from torch import fx
 from plait.rules import views
 from plait.rules.describe import Access, Describer, Letter, Rule, bind, rebind, resize
 from plait.rules.equation import Factor, product
+from plait.rules.facts import Pattern
 from plait.rules.own import SLOPED
 from plait.rules.rule import Binder, Elementwise, Equation, is_tensor, outputs
 from plait.rules.split import Split
@@ -105,11 +106,19 @@ def added_matmul(out: str, factors: str) -> Rule:
 def attention(d: Describer, node: fx.Node) -> Access:
     """`b h q d, b h k d, b h k e, [b h q k] -> b h q e`: d and k whole; heads and batch parallel.
 
-    With enable_gqa the key/value heads are `g` where the query heads are `(g r)`.
+    Where no query sees a key behind its own row, k is a prefix. With enable_gqa the key/value heads are
+    `g` where the query heads are `(g r)`.
     """
+    access = _attention(d, node) if not bind(node).get("enable_gqa") else _grouped_queries(d, node)
+    if access.reason:
+        return access
+    query, key = access.operands[0].dims, access.operands[1].dims[-2]
+    products = ((*query, key), (*access.result, key))
+    return _in_order(node, query[-2], key, replace(access, products=products))
+
+
+def _grouped_queries(d: Describer, node: fx.Node) -> Access:
     bound = bind(node)
-    if not bound.get("enable_gqa"):
-        return _attention(d, node)
     q, k = d.operand(bound["query"]), d.operand(bound["key"])
     g, h = k.dims[-3], q.dims[-3]
     r = d.fresh(h.size // g.size)
@@ -125,6 +134,29 @@ def attention(d: Describer, node: fx.Node) -> Access:
 _attention = Equation(
     "query[* q d] key[* k d] value[* k e] attn_mask[* q k] -> [* q e]", whole="d k"
 )
+
+
+def _in_order(node: fx.Node, query: Factor, key: Factor, access: Access) -> Access:
+    """A causal attention over one sequence is a prefix; over two, its mask goes by position."""
+    bound, same = bind(node), query.root() is key.root()
+    mask, causal = bound["attn_mask"], bool(bound["is_causal"])
+    if not same and causal:
+        letters = (replace(x, property="whole") if x.factor is query else x for x in access.letters)
+        return replace(access, letters=tuple(letters))
+    if not same or bound["dropout_p"] or not (causal or _sees_no_later(node, mask)):
+        return access
+    letters = (replace(x, property="prefix") if x.factor is key and x.property == "whole" else x
+               for x in access.letters)
+    so_far = [(i, len(o.dims) - (2 if i < 3 else 1)) for i, o in enumerate(access.operands) if i > 0]
+    return replace(access, letters=tuple(letters), so_far=tuple(so_far))
+
+
+def _sees_no_later(node: fx.Node, mask: Any) -> bool:
+    """A constant mask by which every query sees itself and no later key."""
+    if not isinstance(mask, fx.Node) or mask.op != "get_attr" or "mask" not in node.meta:
+        return False
+    pattern = Pattern.parse(node.meta["mask"])
+    return pattern.kind in ("causal", "window", "chunk") and pattern.offset == 0
 
 
 def layer_norm(d: Describer, node: fx.Node) -> Access:

@@ -8,6 +8,7 @@ of every letter of its equation. From it `strategies` (plan/strategies.py) reads
     sum, max   partial results
     select     partial results (an index that may point to another rank's rows)
     stat       shards, after small reductions written out by passes/expand.py
+    prefix     nothing in space; in time chunks in order, each with all rows so far
     whole      nothing: it may not be split here
 """
 
@@ -29,7 +30,7 @@ from plait.rules.split import Split
 @dataclass(frozen=True)
 class Letter:
     factor: Factor
-    property: str  # parallel | sum | max | select | stat | whole
+    property: str  # parallel | sum | max | select | stat | prefix | whole
     reason: str = ""
 
 
@@ -48,7 +49,11 @@ Localize = Callable[[fx.Node, Split, int], tuple[tuple[Any, ...], dict[str, Any]
 
 @dataclass(frozen=True)
 class Access:
-    """`carries`: groups of operands that may be partial together and make the result partial."""
+    """`carries`: groups of operands that may be partial together and make the result partial.
+
+    `so_far`: (operand, dim) of a prefix: a chunk reads these dims from row 0 to its own last row.
+    `products`: the letters of each matrix product that the operator is, where it is not one of its own letters.
+    """
 
     operands: tuple[Operand, ...]
     results: tuple[Dims, ...]
@@ -57,6 +62,8 @@ class Access:
     local: Localize | None = None
     fused: tuple[Factor, Factor] | None = None  # (g, r): this operator repeats g into (g r)
     reason: str = ""  # why the operator runs whole
+    so_far: tuple[tuple[int, int], ...] = ()
+    products: tuple[Dims, ...] = ()
 
     @property
     def result(self) -> Dims:

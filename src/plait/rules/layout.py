@@ -76,7 +76,7 @@ def split_strategy(access: Access, split: Split, grad: bool) -> Strategy | None:
     """The operator with `split` laid along the axis, or None where that is not legal."""
     touched = [letter for letter in access.letters if split.touches(letter.factor)]
     kinds = {letter.property for letter in touched}
-    if not touched or "whole" in kinds or len(kinds - {"parallel"}) > 1:
+    if not touched or kinds & {"whole", "prefix"} or len(kinds - {"parallel"}) > 1:
         return None
     reduced = next(iter(kinds - {"parallel"}), None)
     if reduced is not None and "parallel" in kinds:

@@ -91,11 +91,11 @@ def choose(
 def _forced(
     flow: Flow, found: list[Region], count: int, machine: Machine
 ) -> tuple[dict[Region, Form], list[Candidate]]:
-    """Regions of factors with enough rows first, then those with more sites."""
+    """Regions of factors with enough rows first, then those with more sites, then those that need no order."""
     chosen: dict[Region, Form] = {}
     known: dict[object, Candidate] = {}
     weighed = []
-    for region in sorted(found, key=lambda r: (-min(count, r.most), -len(r.sites))):
+    for region in sorted(found, key=lambda r: (-min(count, r.most), -len(r.sites), r.ordered)):
         form = next((f for f in region.forms([count]) if f.kind != "blocks"), None)
         if form is None:
             continue

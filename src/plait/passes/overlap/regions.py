@@ -1,13 +1,14 @@
 """Regions: what can run in chunks of one factor around a collective, read from the equations.
 
 A node can be chunked by a factor if the factor is parallel in its equation, cuts one dim of every
-value it touches and every result has it. Nodes are grouped with their neighbours as far as that
-holds; a path that leaves a group through a node that mixes the factor (attention over the
-sequence) does not come back into it, because every such node begins a new level:
+value it touches and every result has it; in order, if it is a prefix (causal attention): a chunk
+then reads the rows so far. Nodes are grouped with their neighbours as far as that holds; a path that
+leaves a group through a node that mixes the factor does not come back into it, because every such
+node begins a new level:
 
     level 0             mixes s     level 1
     norm q k v          attention   o add norm gate up mul down add norm q k v       by s
-    norm q k v attention o add norm gate up mul down ...                             by b
+    norm q k v attention o add norm gate up mul down ...                             by b, or by s in order
 
 What is left of a group after trimming light operators from its ends, with the edges of it that
 communicate, is a region. No operator or model is known here by name.
@@ -25,7 +26,7 @@ from plait.errors import PlanError
 from plait.passes.overlap.chunks import Chunks, Form, cut
 from plait.passes.overlap.flow import Edge, Flow
 from plait.rules.describe import Access
-from plait.rules.equation import Dims, Factor, Ranges, atoms
+from plait.rules.equation import ONE, Dims, Factor, Ranges, atoms, flatten
 from plait.rules.layout import Strategy
 from plait.rules.split import Split
 
@@ -40,10 +41,12 @@ class Region:
     n: int
     split: Split | None  # the factor's own cut in space, at gathers and reduce-scatters
     rotates: bool  # may be cut in blocks: nothing in it is done by all ranks at once
+    ordered: bool = False  # a chunk needs those before it
 
     @property
     def name(self) -> str:
-        return f"{self.nodes[0].name}..{self.nodes[-1].name} by {self.factor.name}"
+        order = " in order" if self.ordered else ""
+        return f"{self.nodes[0].name}..{self.nodes[-1].name} by {self.factor.name}{order}"
 
     @cached_property
     def members(self) -> frozenset[fx.Node]:
@@ -114,8 +117,16 @@ def _regions(flow: Flow, f: Factor, n: int) -> list[Region]:
         for node, access in flow.description.accesses.items()
         if node in flow.strategies and chunkable(access, flow.strategies[node], cut)
     }
+    ordered = {node for node in can if in_order(flow.description.accesses[node], cut)}
+    found = _grown(flow, f, n, can - ordered)
+    if ordered:
+        found += [r for r in _grown(flow, f, n, can) if r.ordered]
+    return found
+
+
+def _grown(flow: Flow, f: Factor, n: int, can: set[fx.Node]) -> list[Region]:
     _drop_torn_tuples(can)
-    found = [region(flow, f, n, _trim(flow, group, cut)) for group in _groups(flow, can)]
+    found = [region(flow, f, n, _trim(flow, group, probe(f))) for group in _groups(flow, can)]
     return [r for r in found if r is not None]
 
 
@@ -126,15 +137,32 @@ def probe(f: Factor) -> Chunks:
 
 def chunkable(access: Access, strategy: Strategy, chunk: Split) -> bool:
     """Whether one operator can run chunk by chunk."""
-    touched = [x for x in access.letters if chunk.touches(x.factor)]
-    if not touched or any(x.property != "parallel" for x in touched):
+    touched = {x.property for x in access.letters if chunk.touches(x.factor)}
+    if not touched or touched - {"parallel", "prefix"}:
+        return False
+    if "prefix" in touched and not _begins_at_row_0(access, chunk):
         return False
     if access.fused is not None and any(chunk.touches(f) for f in access.fused):
         return False
-    values = [o.dims for o in access.operands] + list(access.results)
+    so_far = set(access.so_far)
+    values = [
+        tuple(ONE if (i, at) in so_far else f for at, f in enumerate(o.dims))
+        for i, o in enumerate(access.operands)
+    ]
+    values += access.results
     if not all(_cuts_cleanly(dims, chunk, strategy.split) for dims in values):
         return False
     return all(chunk.dim(dims) is not None for dims in access.results)
+
+
+def in_order(access: Access, chunk: Split) -> bool:
+    return any(chunk.touches(access.operands[i].dims[at]) for i, at in access.so_far)
+
+
+def _begins_at_row_0(access: Access, chunk: Split) -> bool:
+    """The rows so far are one run: the factor is the outermost of their dim."""
+    dims = [access.operands[i].dims[at] for i, at in access.so_far]
+    return all(f.size == 1 or tuple(flatten(f)[:1]) == chunk.factors for f in dims)
 
 
 def _cuts_cleanly(dims: Dims, chunk: Split, split: Split | None) -> bool:
@@ -185,7 +213,7 @@ def _groups(flow: Flow, can: set[fx.Node]) -> list[list[fx.Node]]:
 def heavy(access: Access) -> bool:
     """An operator that multiplies matrices: what a transfer can hide under."""
     many = len([o for o in access.operands if not o.added]) > 1
-    return many and any(x.property == "sum" for x in access.letters)
+    return many and (any(x.property == "sum" for x in access.letters) or bool(access.products))
 
 
 def _trim(flow: Flow, group: list[fx.Node], cut: Split) -> list[fx.Node]:
@@ -220,8 +248,9 @@ def region(flow: Flow, f: Factor, n: int, nodes: list[fx.Node]) -> Region | None
     split = next(iter(splits), None)
     still = not any(flow.strategies[node].statistics for node in nodes)
     rotates = still and split is not None and all(_of(e, f) for e in sites)
-    found = Region(f, tuple(nodes), tuple(sites), n, split, rotates)
-    return found if found.most > 1 else None
+    ordered = any(in_order(flow.description.accesses[node], cut) for node in nodes)
+    found = Region(f, tuple(nodes), tuple(sites), n, split, rotates, ordered)
+    return found if found.most > 1 and not (ordered and split) else None
 
 
 def _of(edge: Edge, f: Factor) -> bool:

@@ -20,8 +20,9 @@ from plait.cluster.device import Device
 from plait.passes.overlap.arrange import stages
 from plait.passes.overlap.chunks import Chunks, Form
 from plait.passes.overlap.flow import Edge, Flow
-from plait.passes.overlap.regions import Region, heavy
+from plait.passes.overlap.regions import Region, heavy, in_order
 from plait.passes.overlap.weave import Key
+from plait.rules.describe import Access
 from plait.rules.equation import Dims, Factor
 from plait.rules.layout import Layout
 from plait.rules.moves import Step
@@ -204,6 +205,8 @@ def node_seconds(flow: Flow, node: fx.Node, chunks: Chunks, turn: int, machine: 
     values = [(o.dims, _dtype(o.node)) for o in access.operands]
     values += [(dims, _dtype(node)) for dims in access.results]
     device = machine.device
+    if access.products:
+        return _attention_seconds(access, chunks, turn, size, device, str(values[0][1]))
     if heavy(access):
         left, right, *_ = (o.dims for o in access.operands if not o.added)
         m, n, k, batch = _matmul(left, right, access.results[0], size)
@@ -212,6 +215,22 @@ def node_seconds(flow: Flow, node: fx.Node, chunks: Chunks, turn: int, machine: 
     if any(not o.dims for o in access.operands) and not values:
         return 0.0
     return 0.0 if _is_view(node) else device.launch + device.memory_seconds(moved)
+
+
+def _attention_seconds(
+    access: Access, chunks: Chunks, turn: int, size: Callable[[Factor], int], device: Device, dtype: str
+) -> float:
+    """By the pairs of a query and a key that are computed; scores stay on the chip."""
+    *_, keys = access.products[0]
+    rows, held = size(access.result[-2]), size(keys)
+    if in_order(access, chunks):
+        held = sum(chunks.size(keys, i) for i in range(turn + 1))
+    pairs = float(rows * held)
+    if access.so_far and (rows == held or device.kind == "cuda"):  # a CPU's kernel computes what a mask hides
+        pairs -= rows * (rows - 1) / 2
+    heads = prod(map(size, access.result[:-2]))
+    flops = sum(2.0 * heads * pairs * size(letters[-2]) for letters in access.products)
+    return device.launch + flops / (device.peak(dtype) * device.tiles[0].share)
 
 
 def _matmul(left: Dims, right: Dims, out: Dims, size: Callable[[Factor], int]) -> tuple[int, int, int, int]:

@@ -36,7 +36,7 @@ from plait.rules.describe import Access
 from plait.rules.equation import Dims, Factor, Ranges
 from plait.rules.layout import COPIED, WHOLE, Layout, Strategy
 from plait.rules.moves import Conversion, Cut, Step, count
-from plait.rules.split import Split
+from plait.rules.split import Split, merged
 
 aten = torch.ops.aten
 Key = tuple[fx.Node, Layout]
@@ -172,6 +172,33 @@ class Weaver(Emitter):
             self._own, self._values, self._asked, self._turn = saved
 
     # -- values of a chunk ---------------------------------------------------------------------------
+
+    def operand(self, access: Access, i: int, need: Layout) -> fx.Node:
+        o, chunks, turn = access.operands[i], self._chunks, self._turn
+        ats = [at for j, at in access.so_far if j == i]
+        if turn is None or chunks is None or not any(chunks.touches(o.dims[at]) for at in ats):
+            return super().operand(access, i, need)
+        (at,) = ats
+        rows = [chunks.ranges(o.dims[at], j) for j in range(turn + 1)]
+        if self._comes_in_chunks(o.node, need):
+            pieces = [self._of_turn(j, o.node, need, o.dims) for j in range(turn + 1)]
+            return self._join(pieces, at, rows) if turn else pieces[0]
+        with self._outside():
+            whole = self.value(o.node, need, o.dims)
+        for dim, f in enumerate(o.dims):  # of a mask, queries as well
+            if chunks.touches(f):
+                held = merged([r for some in rows for r in some]) if dim == at else rows[-1]
+                whole = self._take(whole, dim, held)
+        return whole
+
+    def _comes_in_chunks(self, node: fx.Node, need: Layout) -> bool:
+        assert self._region is not None
+        key = (node, self._needed(node, need))
+        return node in self._region.members or key in self._turns[0].started
+
+    def _of_turn(self, turn: int, node: fx.Node, need: Layout, dims: Dims) -> fx.Node:
+        with self._outside(), self._in_chunk(turn):
+            return self.value(node, need, dims)
 
     def value(self, node: fx.Node, need: Layout, dims: Dims) -> fx.Node:
         if self._turn is None or self._chunks is None:
