@@ -19,7 +19,6 @@ from plait.compiler.job import Job
 from plait.compiler.source import Source, device_of
 from plait.errors import InputError
 from plait.mesh import Mesh
-from plait.passes.schedule import SCHEDULES
 from plait.plan import joint, planner, staged
 from plait.plan.plan import Plan
 from plait.runtime.agree import Agreement
@@ -77,7 +76,7 @@ def compile(
     machine = Cluster.of(cluster, measured=measure)
     options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)
     ask = joint.Ask(
-        meshes, machine, options, micro_batches, joint.allowed(schedule, joint.RUNS),
+        meshes, machine, options, micro_batches, joint.allowed(schedule),
         recompute=joint.recompute(recompute), outputs=outputs,
     )  # fmt: skip
     chosen = choose(program, ask, agreement, plan)
@@ -127,7 +126,7 @@ def plan(
         machine,
         planner.Options(1, machine, algorithm, objective, deterministic, overlap),
         micro_batches,
-        joint.allowed(schedule, tuple(SCHEDULES)),
+        joint.allowed(schedule),
         recompute=joint.recompute(recompute),
         outputs=outputs,
     )

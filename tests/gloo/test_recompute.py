@@ -94,7 +94,7 @@ def test_by_every_schedule(pool: Pool, mesh: str, schedule: str) -> None:
 
 def held(group: Any, mesh: str) -> list[int]:
     """Bytes that operators saved for the backward of a call, kept and recomputed."""
-    return [_held(compiled(group, mesh, how)) for how in ("off", "full")]
+    return [_held(compiled(group, mesh, how, "1f1b")) for how in ("off", "full")]
 
 
 def _held(parts: Any) -> int:
@@ -124,12 +124,12 @@ def test_activations_are_let_go(pool: Pool, mesh: str) -> None:
 def chosen(group: Any, mesh: str) -> list[str]:
     """What `auto` says on a roomy machine, and on one where activations do not fit."""
     at = Mesh.parse(mesh)
-    memory = compiled(group, mesh, "auto").plan.choice.memory
+    memory = compiled(group, mesh, "auto", "1f1b").plan.choice.memory
     small = prove.free(at.size)
     said = []
     for limit in (2 * memory.kept, (memory.kept + memory.again) / 2):
         device = replace(small.device, memory=int(limit))
-        parts = compiled(group, mesh, "auto", cluster=replace(small, device=device))
+        parts = compiled(group, mesh, "auto", "1f1b", cluster=replace(small, device=device))
         said.append(str(parts.plan.choice.memory))
         assert said[-1] in parts.explain()
         gradients(parts, False)

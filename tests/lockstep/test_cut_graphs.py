@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from plait.capture import capture
 from plait.cluster import Cluster
 from plait.mesh import ORDERS, Mesh
-from plait.plan import joint, planner
+from plait.plan import planner
 from plait.plan.placement import Placement
 from plait.plan.stages import Line
+from plait.plan.ways import divided
 from plait.rules.aten import table
 from plait.rules.describe import describe
 
@@ -100,7 +101,7 @@ def test_no_cut_of_a_program_is_better(name: str, pp: int, training: bool) -> No
     work = planner.lay(program, options, description=describe(program, table())).work(None)
     line = work.line(1.0, planner.collective(options))
     link = Placement(MACHINE, Mesh(1, pp), ORDERS[0]).link
-    found = joint.divided(line, link, MACHINE.device.memory, pp, "gpipe", 1, training)
+    found = divided(line, link, MACHINE.device.memory, pp, "gpipe", 1, training)
     ways = 2 if training else 1
     legal = [i for i in range(1, len(line.items)) if not line.items[i].joined]
     every = [

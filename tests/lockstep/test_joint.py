@@ -16,8 +16,8 @@ from plait.cluster import Cluster
 from plait.errors import InputError, PlanError
 from plait.mesh import ORDERS, Mesh
 from plait.passes import schedule
-from plait.plan import joint, planner
-from plait.plan.gradients import bare, summed
+from plait.plan import joint, planner, staged, ways
+from plait.plan.gradients import bare, room, summed
 from plait.plan.placement import Placement
 from plait.plan.plan import Candidate, Choice, Plan
 from plait.program import Program
@@ -73,22 +73,22 @@ def brute(what: Program, wanted: joint.Ask) -> float:
                 line = group.line(search._share(pieces))
                 for name in wanted.schedules if what.training else ("gpipe",):
                     played = schedule.make(name, mesh.pp, pieces, what.training)
-                    counts = joint.opened(name, mesh.pp, pieces, what.training)
+                    counts = ways.opened(name, mesh.pp, pieces, what.training)
                     n = len(line.items)
                     legal = [i for i in range(1, n) if not line.items[i].joined]
                     for inner in combinations(legal, played.stages - 1):
                         cuts = search_cuts(line, (0, *inner, n), placement, what.training, counts)
                         if max(cuts.memory) > wanted.cluster.device.memory:
                             continue
-                        end = search._outputs(placement.link, mesh, group.work)
+                        end = search._outputs(placement, group)
                         end += bare(summed(placement, wanted.options, group.work), cuts)
-                        best = min(best, joint.played(played, cuts.seconds) + end)
+                        best = min(best, ways.played(played, cuts.seconds) + end)
     return best
 
 
 def search_cuts(
-    line: joint.Line, bounds: tuple[int, ...], where: Placement, training: bool, counts: tuple[float, ...]
-) -> joint.Cuts:
+    line: ways.Line, bounds: tuple[int, ...], where: Placement, training: bool, counts: tuple[float, ...]
+) -> ways.Cuts:
     times = 2 if training else 1
     live, n = line.live, len(line.items)
     seconds, memory = [], []
@@ -98,7 +98,7 @@ def search_cuts(
         names = {w for item in line.items[i:j] for w in item.weights}
         kept = sum(item.kept for item in line.items[i:j])
         memory.append(line.workspace + sum(line.weights[w] for w in names) + opened * kept)
-    return joint.Cuts(bounds, tuple(seconds), (), max(seconds), tuple(memory))
+    return ways.Cuts(bounds, tuple(seconds), (), max(seconds), tuple(memory))
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -163,7 +163,8 @@ def of(choice: Choice, tp: int, pp: int) -> Candidate:
 
 
 def test_one_host_sums_over_nvlink_and_sends_over_pcie() -> None:
-    fast, slow = (choose(wide(), name) for name in ("dgx-h100", "pcie5"))
+    whole = {"schedules": ("gpipe", "1f1b")}  # backwards in one piece
+    fast, slow = (choose(wide(), name, **whole) for name in ("dgx-h100", "pcie5"))
     assert (fast.winner.tp, fast.winner.pp) == (8, 1)
     assert slow.winner.tp < 8
     assert slow.winner.pp > 1
@@ -174,12 +175,19 @@ def test_one_host_sums_over_nvlink_and_sends_over_pcie() -> None:
     assert part(of(fast, 8, 1), "collectives") < part(loser, "collectives") / 2
 
 
+def test_halves_of_a_backward_make_stages_pay_sooner_and_nvlink_still_has_more_sums() -> None:
+    fast, slow = (choose(wide(4, tokens=2048), name).winner for name in ("dgx-h100", "pcie5"))
+    assert fast.schedule == slow.schedule == "zero-bubble"
+    assert fast.tp > slow.tp
+    assert fast.pp < slow.pp
+
+
 @pytest.mark.parametrize(
     "hosts", ["2x8", "4x8", pytest.param("16x8", marks=pytest.mark.full)]
 )
 def test_slow_links_between_hosts_carry_stages_and_no_sums(hosts: str) -> None:
     machine = Cluster.parse(f"dgx-h100[{hosts}]/100gbe")
-    best = choose(wide(training=False), machine, outputs="last").winner
+    best = choose(wide(training=hosts == "16x8"), machine, outputs="last").winner
     assert best.pp >= len(machine.nodes)
     assert len(Placement(machine, Mesh(best.tp, best.pp), best.order).tp.cluster.nodes) == 1
 
@@ -192,6 +200,12 @@ def test_faster_links_between_hosts_need_fewer_stages() -> None:
     )
     assert fast.tp > slow.tp
     assert fast.pp < slow.pp
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_one_stage_has_the_simplest_schedule(objective: str) -> None:
+    choice = choose(program(512, 2048, 2, 4, 256, True), "dgx-h100[2]", objective=objective)
+    assert {c.schedule for c in choice.front if c.pp == 1} == {"gpipe"}
 
 
 def test_one_row_leaves_nothing_to_pipeline() -> None:
@@ -219,6 +233,35 @@ def test_activations_are_recomputed_only_where_they_do_not_fit() -> None:
     tight = next(c for c in winners if c.recompute == "full")
     assert tight.memory < kept.memory
     assert tight.seconds > kept.seconds
+
+
+def test_a_bucket_of_gradients_has_room_beside_every_stage() -> None:
+    """The cut that runs is made within the same memory as the one that was weighed. Words are heavy and
+    quick: the less memory there is, the fewer blocks stand beside them."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(20000, 256), *(Block(256, 1024) for _ in range(4)))
+    what = capture(model.eval(), (torch.zeros(4, 64, dtype=torch.int64),), training=True)
+    firsts = set()
+    for mib in range(100, 160, 5):
+        machine = roomy("dgx-h100[4]", mib / 1024)
+        options = planner.Options(1, machine, overlap="off")
+        try:
+            made = staged.make(what, options, staged.Wish(2, machine, 2, "gpipe", "off", dp=2))
+        except PlanError:
+            continue
+        firsts.add(made.staged.firsts)
+        bucket = room(Mesh(1, 2, 2), planner.lay(what, options).whole)
+        assert max(made.staged.memory) + bucket <= machine.device.memory, mib
+    assert len(firsts) > 1
+
+
+@pytest.mark.parametrize(("stages", "names"), [(2, {"gpipe", "1f1b", "zero-bubble"}), (4, {"interleaved"})])
+def test_weights_at_home_leave_the_schedules_of_as_many_stages(stages: int, names: set[str]) -> None:
+    what, machine = program(512, 2048, 2, 4, 256, True), Cluster.of("dgx-h100[2]")
+    homes = [frozenset(w.node for w in what.weights)] * stages
+    options = planner.Options(1, machine, overlap="off")
+    made = staged.make(what, options, staged.Wish(2, machine, 2), homes=homes)
+    assert made.staged.schedule in names
 
 
 def _winners(what: Program, machine: Cluster, options: dict[str, object]) -> list[Candidate]:

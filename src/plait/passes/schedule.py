@@ -103,11 +103,20 @@ def loop(places: int, stages: int, pieces: int) -> Schedule:
     """All forwards, then all backwards, as a loop of the user's own has them."""
     lines = []
     for p in range(places):
-        own = range(p, stages, places)
-        there = [Action(s, "F", k) for k in range(pieces) for s in own]
-        back = [Action(s, "B", k) for k in range(pieces) for s in reversed(own)]
-        lines.append((*there, *back))
+        there, back = _passes(p, places, stages, pieces)
+        lines.append(tuple(a for a in (*there, *back) if a.piece < pieces))
     return Schedule(stages, pieces, tuple(lines))
+
+
+def _passes(place: int, places: int, stages: int, pieces: int) -> tuple[list[Action], list[Action]]:
+    """All forwards and all backwards of a place: micro-batches go in groups of `places`, each group
+    through the place's stages in turn. A last group that is not full is filled up with pieces that are not."""
+    rounds, depth = -(-pieces // places), stages // places
+    group = [(turn, k) for turn in range(depth) for k in range(places)]
+    order = [(turn, r * places + k) for r in range(rounds) for turn, k in group]
+    there = [Action(turn * places + place, "F", k) for turn, k in order]
+    back = [Action((depth - 1 - turn) * places + place, "B", k) for turn, k in order]
+    return there, back
 
 
 def _one_forward_one_backward(places: int, stages: int, pieces: int) -> Schedule:
@@ -146,16 +155,11 @@ def _apart(stage: int, pieces: int, ahead: int) -> tuple[Action, ...]:
 
 
 def _interleaved(places: int, stages: int, pieces: int) -> Schedule:
-    """Megatron-LM's: micro-batches go in groups of `places`, each group through a place's stages in
-    turn. A last group that is not full is a full one with actions left out."""
-    rounds = -(-pieces // places)
+    """Megatron-LM's. Of a last group that is not full, the actions that are not are left out."""
     depth = stages // places
-    group = [(turn, k) for turn in range(depth) for k in range(places)]
-    order = [(turn, r * places + k) for r in range(rounds) for turn, k in group]
     lines = []
     for p in range(places):
-        there = [Action(turn * places + p, "F", k) for turn, k in order]
-        back = [Action((depth - 1 - turn) * places + p, "B", k) for turn, k in order]
+        there, back = _passes(p, places, stages, pieces)
         ahead = 2 * (places - 1 - p) + (depth - 1) * places
         steady = [a for pair in zip(there[ahead:], back, strict=False) for a in pair]
         whole = [*there[:ahead], *steady, *back[max(0, len(there) - ahead) :]]

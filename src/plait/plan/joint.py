@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from math import ceil, inf
 
 from plait.cluster import Cluster
@@ -29,15 +29,13 @@ from plait.errors import InputError, PlanError
 from plait.mesh import ORDERS, Mesh
 from plait.passes import microbatch, schedule
 from plait.passes.microbatch import Batch, Joined, Uncut
-from plait.passes.schedule import Schedule
 from plait.plan import planner
-from plait.plan.gradients import bare, room, summed
-from plait.plan.placement import Link, Placement
+from plait.plan.gradients import summed
+from plait.plan.placement import Placement
 from plait.plan.plan import Candidate, Choice, Memory, Placed, program_digest
 from plait.plan.planner import Laid, Options
-from plait.plan.prices import Collective
-from plait.plan.recompute import recomputed
-from plait.plan.stages import Cuts, Line, cut
+from plait.plan.stages import cut
+from plait.plan.ways import Group, Way, opened
 from plait.plan.work import Work
 from plait.program import Program
 from plait.rules.aten import table
@@ -48,7 +46,6 @@ FRONT = 8  # candidates that a plan lists
 CLOSE = 0.02
 DEEP = 8  # micro-batches a stage, at most: the bubble is then below 1/9
 RECOMPUTE = ("off", "full")
-RUNS = ("gpipe", "1f1b")  # schedules among which `compile` chooses
 
 
 @dataclass(frozen=True)
@@ -59,34 +56,11 @@ class Ask:
     cluster: Cluster
     options: Options  # but for tp and its devices
     micro_batches: int | str = "auto"
-    schedules: tuple[str, ...] = RUNS
+    schedules: tuple[str, ...] = tuple(schedule.SCHEDULES)
     orders: tuple[str, ...] = ORDERS
     recompute: tuple[str, ...] = ("off",)
     outputs: str = "all"
     joined: Joined | None = None  # the program is of these replicas' batches together
-
-
-@dataclass(frozen=True)
-class Group:
-    """A program on one tensor-parallel group."""
-
-    laid: Laid
-    work: Work
-    collective: Collective
-    options: Options
-    lines: dict[tuple[object, ...], Line] = field(default_factory=dict)
-
-    def line(self, share: float) -> Line:
-        """Of a micro-batch."""
-        if (share,) not in self.lines:
-            self.lines[share,] = self.work.line(share, self.collective)
-        return self.lines[share,]
-
-    def again(self, share: float, owed: int) -> Line:
-        """The same where activations are recomputed; `owed`: see passes/schedule.py."""
-        if (share, owed) not in self.lines:
-            self.lines[share, owed] = recomputed(self.line(share), float(owed) if owed else None)
-        return self.lines[share, owed]
 
 
 @dataclass(frozen=True)
@@ -116,7 +90,7 @@ def check(
         wrong.append(f"micro_batches={micro_batches!r}: it takes a number from 1, or 'auto'")
     if wrong:
         raise InputError("\n".join(wrong))
-    allowed(schedule, ())
+    allowed(schedule)
 
 
 def search(program: Program, ask: Ask, description: Description | None = None) -> Found:
@@ -126,33 +100,6 @@ def search(program: Program, ask: Ask, description: Description | None = None) -
     kind on which one would.
     """
     return _Search(program, ask, description or describe(program, table())).run()
-
-
-def divided(
-    line: Line,
-    link: Link,
-    memory: float,
-    pp: int,
-    name: str,
-    pieces: int,
-    training: bool,
-    homes: Sequence[frozenset[str]] | None = None,
-) -> Cuts:
-    """The cut into the stages that schedule `name` runs on `pp` places of so many bytes each."""
-    a_place, ways = schedule.STAGES_A_PLACE[name], 2 if training else 1
-    return cut(
-        line,
-        pp * a_place,
-        byte_seconds=link.byte * ways,
-        send_seconds=link.start * ways,
-        memory=memory / a_place,
-        opened=opened(name, pp, pieces, training),
-        homes=homes,
-    )
-
-
-# A bound on its score, where it runs, micro-batches, schedule, recompute.
-Way = tuple[float, Placement, Group, int, str, str]
 
 
 @dataclass
@@ -202,10 +149,8 @@ class _Search:
         """Of the fullest rank, with activations kept and recomputed, were there no limit."""
         found = {best.recompute: best.memory}
         for other in {*RECOMPUTE} - {best.recompute}:
-            found[other] = self._weigh(
-                self._where(best), self._group(self._where(best)), best.micro_batches,
-                best.schedule, other, inf,
-            ).memory  # type: ignore[union-attr]
+            way = self._way(self._where(best), best.micro_batches, best.schedule, other)
+            found[other] = self._weigh(way, inf).memory
         limit = float(self.ask.cluster.device.memory)
         return Memory(limit, found["off"], found["full"], best.recompute, len(self.ask.recompute) == 1)
 
@@ -218,11 +163,15 @@ class _Search:
 
     # -- candidates --------------------------------------------------------------------------------
 
-    def _in_order(self, mesh: Mesh) -> list[Way]:
-        """Those with the least bound first; one stage runs in one piece if it can."""
-        return sorted(self._ways(mesh), key=lambda way: (mesh.pp == 1 < way[3], way[0]))
+    def _in_order(self, mesh: Mesh) -> list[tuple[float, Way]]:
+        """With a bound on its score, the least first; one stage runs in one piece if it can."""
+        latency = self.ask.options.objective == "latency"
+        bounds = [(way.least(latency), way) for way in self._ways(mesh)]
+        return sorted(bounds, key=lambda bound: (mesh.pp == 1 < bound[1].pieces, bound[0]))
 
-    def _of(self, mesh: Mesh, ways: Sequence[Way], most: float) -> tuple[list[Candidate], str]:
+    def _of(
+        self, mesh: Mesh, ways: Sequence[tuple[float, Way]], most: float
+    ) -> tuple[list[Candidate], str]:
         """The candidates of a mesh that may be its best, that one first; or why none fits.
 
         They are taken until the bound passes the best found, or the `most` that a plan lists. One stage
@@ -230,41 +179,35 @@ class _Search:
         """
         found: list[Candidate] = []
         why = ""
-        for bound, placement, group, pieces, name, recompute in ways:
+        for bound, way in ways:
             if bound > most * (1 + CLOSE):
                 return found, ""
             self.weighed += 1
-            candidate = self._weigh(placement, group, pieces, name, recompute)
-            if isinstance(candidate, str):
-                why = why or candidate
+            try:
+                candidate = self._weigh(way, self.ask.cluster.device.memory)
+            except PlanError as error:
+                why = why or str(error)
                 continue
             found = sorted([*found, candidate], key=self._score)
             most = min(most, self._score(candidate))
-            if (mesh.pp, pieces, recompute) == (1, 1, "off"):
+            if (mesh.pp, way.pieces, way.recompute) == (1, 1, "off"):
                 break
         return found, "" if found else why
 
     def _ways(self, mesh: Mesh) -> Iterator[Way]:
         several = min(mesh.pp, mesh.dp) > 1
+        names = self.ask.schedules[: None if mesh.pp > 1 else 1]  # one stage runs alike by all
         for order in self.ask.orders if several else self.ask.orders[:1]:
             placement = Placement(self.ask.cluster, mesh, order)
-            group = self._group(placement)
-            ends = self._outputs(placement.link, mesh, group.work)
             for pieces in self._counts(mesh):
-                for name in self.ask.schedules if self.program.training else ("gpipe",):
-                    if mesh.pp == 1 and schedule.STAGES_A_PLACE[name] > 1 < len(self.ask.schedules):
-                        continue
+                for name in names if self.program.training else ("gpipe",):
                     for recompute in self.ask.recompute if self.program.training else ("off",):
-                        line = self._line(group, mesh, pieces, name, recompute)
-                        bound = self._bound(mesh, pieces, name, float(line.work[-1])) + ends
-                        if self.ask.options.objective != "latency":
-                            bound /= mesh.dp
-                        yield bound, placement, group, pieces, name, recompute
+                        yield self._way(placement, pieces, name, recompute)
 
-    def _bound(self, mesh: Mesh, pieces: int, name: str, whole: float) -> float:
-        if self.ask.options.objective == "latency" or self.program.training:
-            return schedule.least(name, mesh.pp, pieces, whole, self.program.training)
-        return whole * pieces / mesh.pp  # between the results of calls that follow one another
+    def _way(self, placement: Placement, pieces: int, name: str, recompute: str) -> Way:
+        group = self._group(placement)
+        ends = self._outputs(placement, group)
+        return Way(placement, group, pieces, self._share(pieces), name, recompute, ends)
 
     def _group(self, placement: Placement) -> Group:
         tp, where = placement.mesh.tp, placement.tp
@@ -273,82 +216,12 @@ class _Search:
         if key not in self.groups:
             options = replace(self.ask.options, tp=tp, cluster=where.cluster, crowd=where.crowd)
             laid = planner.lay(self.program, options, description=self.description)
-            self.groups[key] = Group(
-                laid, laid.work(self.batch), planner.collective(options), options
-            )
+            self.groups[key] = Group(laid, laid.work(self.batch), planner.collective(options))
         return self.groups[key]
 
-    def _line(self, group: Group, mesh: Mesh, pieces: int, name: str, recompute: str) -> Line:
-        share = self._share(pieces)
-        if recompute == "off":
-            return group.line(share)
-        return group.again(share, schedule.owed(_order(name, mesh.pp, pieces, True)))
-
-    def _weigh(
-        self,
-        placement: Placement,
-        group: Group,
-        pieces: int,
-        name: str,
-        recompute: str,
-        memory: float | None = None,
-    ) -> Candidate | str:
-        mesh, training = placement.mesh, self.program.training
-        if memory is None:
-            memory = self.ask.cluster.device.memory - room(mesh, group.work)
-        line = self._line(group, mesh, pieces, name, recompute)
-        try:
-            cuts = divided(line, placement.link, memory, mesh.pp, name, pieces, training)
-        except PlanError as error:
-            return str(error)
-        return self._timed(placement, group, pieces, name, recompute, line, cuts)
-
-    def _timed(
-        self,
-        placement: Placement,
-        group: Group,
-        pieces: int,
-        name: str,
-        recompute: str,
-        line: Line,
-        cuts: Cuts,
-    ) -> Candidate:
-        mesh, training = placement.mesh, self.program.training
-        order = _order(name, mesh.pp, pieces, training)
-        passes = played(order, cuts.seconds, recompute)
-        share = self._share(pieces)
-        sent = sum(group.work.communication(share, group.collective)) * pieces / mesh.pp
-        compute = sum(item.seconds for item in line.items) * pieces / mesh.pp - sent
-        ways = 2 if training else 1
-        sends = ways * sum(map(placement.link.seconds, cuts.crossing)) * pieces / mesh.pp
-        gradients = bare(self._summed(placement, group.work), cuts)
-        outputs = self._outputs(placement.link, mesh, group.work)
-        seconds = passes + gradients + outputs
-        a_place = schedule.STAGES_A_PLACE[name]
-        places = [sum(cuts.seconds[p :: mesh.pp]) for p in range(mesh.pp)]
-        steady = seconds if training else max(places) * pieces + outputs
-        return Candidate(
-            tp=mesh.tp,
-            pp=mesh.pp,
-            dp=mesh.dp,
-            order=placement.order,
-            micro_batches=pieces,
-            schedule=name,
-            recompute=recompute,
-            seconds=seconds,
-            period=steady / mesh.dp,
-            memory=max(sum(cuts.memory[p :: mesh.pp]) for p in range(mesh.pp))
-            + room(mesh, group.work),
-            parts={
-                "compute": compute,
-                "collectives": sent,
-                "sends": sends,
-                "waiting": max(0.0, passes - compute - sent - sends),
-                "gradients": gradients,
-                "outputs": outputs,
-            },
-            stages=cuts.seconds if a_place * mesh.pp > 1 else (),
-        )
+    def _weigh(self, way: Way, memory: float) -> Candidate:
+        """PlanError where it does not fit."""
+        return way.weighed(way.cuts(memory), self._summed(way.placement, way.group.work))
 
     def _summed(self, placement: Placement, work: Work) -> Placed | None:
         key = placement.mesh, placement.order
@@ -356,11 +229,12 @@ class _Search:
             self.sums[key] = summed(placement, self.ask.options, work)
         return self.sums[key]
 
-    def _outputs(self, link: Link, mesh: Mesh, work: Work) -> float:
+    def _outputs(self, placement: Placement, group: Group) -> float:
         """The last stage sends its whole results to every other."""
-        if self.ask.outputs == "last" or mesh.pp == 1:
+        pp = placement.mesh.pp
+        if self.ask.outputs == "last" or pp == 1:
             return 0.0
-        return link.seconds(work.results(1.0)) * (mesh.pp - 1)
+        return placement.link.seconds(group.work.results(1.0)) * (pp - 1)
 
     # -- micro-batches -----------------------------------------------------------------------------
 
@@ -448,11 +322,10 @@ class _Search:
 
     def _fewest_stages(self, tp: int) -> int | None:
         cluster = grow(self.ask.cluster, max(tp, self.ask.cluster.size))
-        group = self._group(Placement(cluster.subset(range(tp)), Mesh(tp)))
         name = "1f1b" if "1f1b" in self.ask.schedules else "gpipe"
         pieces = max(self._counts(Mesh(tp, pp=2**10)))
         recompute = "full" if "full" in self.ask.recompute and self.program.training else "off"
-        line = self._line(group, Mesh(tp), pieces, name, recompute)
+        line = self._way(Placement(cluster.subset(range(tp)), Mesh(tp)), pieces, name, recompute).line
 
         def fits(pp: int) -> bool:
             counts = opened(name, pp, min(pieces, DEEP * pp), self.program.training)
@@ -469,20 +342,7 @@ class _Search:
         return next((p for p in range(pp // 2 + 1, pp) if fits(p)), pp)
 
 
-# -- schedules ---------------------------------------------------------------------------------------
-
-
-@cache
-def _order(name: str, pp: int, pieces: int, training: bool) -> Schedule:
-    return schedule.make(name, pp, pieces, training)
-
-
-@cache
-def opened(name: str, pp: int, pieces: int, training: bool) -> tuple[float, ...]:
-    """Micro-batches that every stage has open at most."""
-    if not training:
-        return (0.0,) * pp * schedule.STAGES_A_PLACE[name]
-    return tuple(map(float, schedule.check(_order(name, pp, pieces, True)).open))
+# -- what is asked ---------------------------------------------------------------------------------
 
 
 def recompute(asked: str) -> tuple[str, ...]:
@@ -490,16 +350,10 @@ def recompute(asked: str) -> tuple[str, ...]:
     return RECOMPUTE if asked == "auto" else (asked,)
 
 
-def played(order: Schedule, each: Sequence[float], recompute: str = "off") -> float:
-    """Seconds of a call; `each`: of one micro-batch in every stage, forward and backward."""
-    again = recompute != "off"
-    return schedule.seconds(order, schedule.forward(order, each, again), again)
-
-
-def allowed(name: str, known: Sequence[str]) -> tuple[str, ...]:
+def allowed(name: str) -> tuple[str, ...]:
     """The schedules that `schedule=` leaves to choose among. Raises InputError for an unknown one."""
     if name == "auto":
-        return tuple(known)
+        return tuple(schedule.SCHEDULES)
     if name not in schedule.SCHEDULES:
         raise InputError(f"schedule={name!r}: it takes {', '.join(schedule.SCHEDULES)}, or 'auto'")
     return (name,)

