@@ -202,7 +202,7 @@ def _choice(
     """The joint choice that led here, or the choice of micro-batches and schedule alone; of the schedules
     with so many `stages` where weights are at home in them."""
     known = joint.allowed(wish.schedule)
-    if False:
+    if stages is not None:
         known = tuple(n for n in known if schedule.STAGES_A_PLACE[n] * wish.pp == stages)
     if options.choice is not None and options.choice.program == program_digest(program):
         return options.choice
