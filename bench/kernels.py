@@ -6,9 +6,8 @@ norm       residual + norm, and sum of two + residual + norm, against the measur
 oneshot    all-reduce + residual + norm of few rows, 100 in a chain, against its parts
 signals    put and wait there and back, by stream and by kernel
 copies     pulls and pushes by the copy engine
-reduce     all-reduces of large tensors: two-shot kernel, copy engine, torch's two-shot, NCCL
-matmul     the four matmuls of a layer by number of rows
-decode     layers without attention at few rows: norm alone, fused one-shot, NCCL + norm
+reduce     all-reduces of large tensors: two-shot kernel, torch's two-shot, NCCL
+matmul     matmuls of a layer by number of rows
 row        one row-parallel matmul with its all-reduce, in chunks
 """
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,18 +29,18 @@ sys.path[:0] = [
     str(Path(__file__).resolve().parents[1] / "src"),
 ]
 
-from stack import EPS, KIND, Shape, layers_of, swiglu
 from timing import capture, chain, interleaved, start
 
-from plait.runtime.copy_engine import Lane, Terms, all_reduce
-from plait.runtime.kernels.exchange import Exchange
+from plait.runtime.copy_engine import Lane
 from plait.runtime.kernels.norm import sum_norm
 from plait.runtime.kernels.oneshot import OneShot
 from plait.runtime.kernels.twoshot import TwoShot
-from plait.runtime.pieces import Ring
-from plait.runtime.symmetric import KernelSignals, Rows, StreamSignals, Workspace
+from plait.runtime.pieces import COPIED, Coming, Ring
+from plait.runtime.symmetric import KernelSignals, StreamSignals, Workspace
 
 BF16 = torch.bfloat16
+EPS = 1e-5
+KIND: Any = "rms_rounded"
 H = 8192
 Table = dict[str, Any]
 
@@ -201,32 +199,16 @@ def reduce(device: torch.device) -> Table:
     import torch.distributed._symmetric_memory as symm_mem
 
     table: Table = {}
-    ranks = dist.get_world_size()
     for rows in (128, 512, 2048, 8192):
-        bounds = tuple(rows * r // ranks for r in range(ranks + 1))
-        workspace = Workspace.on_group(2 * rows * H * 2 + (8 << 20), group(), device)
-        partials = Rows(workspace.buffer((rows, H), BF16, fill=0), bounds)
-        out = Rows(workspace.buffer((rows, H), BF16, fill=0), bounds)
+        workspace = Workspace.on_group(rows * H * 2 + (8 << 20), group(), device)
+        partials = workspace.buffer((rows, H), BF16, fill=0)
         shots = {p: TwoShot(workspace, p) for p in (16, 32, 64, 128)}
-        trades = {p: Exchange(workspace, p) for p in (8, 16, 32, 64, 128)}
-        channels, terms = (workspace.channel(), workspace.channel()), Terms.of(partials)
-        weight, residual = out.own.new_ones(H), torch.zeros_like(out.own)
         workspace.ready()
         length = 10
         row = {
-            f"two-shot, {p} programs": chain(lambda i, s=s: s.all_reduce(partials.buffer), length)
+            f"two-shot, {p} programs": chain(lambda i, s=s: s.all_reduce(partials), length)
             for p, s in shots.items()
         }
-        row |= {
-            f"exchange, {p} programs": chain(
-                lambda i, e=e: e.all_reduce_norm(
-                    partials, residual, weight, eps=EPS, kind=KIND, rows_out=out
-                ),
-                length,
-            )
-            for p, e in trades.items()
-        }
-        row["copy engine"] = chain(lambda i: all_reduce(terms, out, *channels), length)
         if dist.get_backend() != "gloo":
             y = symm_mem.empty((rows, H), dtype=BF16, device=device)
             symm_mem.rendezvous(y, group())
@@ -258,74 +240,6 @@ def matmul(device: torch.device) -> Table:
             )
             row[rows] = {"us": us, "TFLOP/s": 2 * rows * n * k / us * 1e-6}
         table[name] = row
-    return table
-
-
-def decode(device: torch.device) -> Table:
-    table: Table = {}
-    for rows in (1, 4, 16, 64):
-        shape = Shape.llama_70b(rows, 8)
-        layers, _ = layers_of(shape, device, dist.get_rank())
-        workspace = Workspace.on_group(64 << 20, group(), device)
-        shot = OneShot(workspace, 128, H, BF16)
-        workspace.ready()
-        x = torch.randn(rows, H, device=device).to(BF16)
-        residual, out, y = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-        qkv, gate_up = x.new_empty(rows, shape.qkv), x.new_empty(rows, 2 * shape.ffn)
-        act, attended = x.new_empty(rows, shape.ffn), x.new_empty(rows, shape.attended)
-
-        def step(
-            after: Callable[[Tensor], None],
-            layers: Any = layers,
-            x: Tensor = x,
-            residual: Tensor = residual,
-            out: Tensor = out,
-            y: Tensor = y,
-            qkv: Tensor = qkv,
-            gate_up: Tensor = gate_up,
-            act: Tensor = act,
-            attended: Tensor = attended,
-        ) -> None:
-            residual.copy_(x)
-            out.copy_(x)
-            for layer in layers:
-                torch.mm(out, layer.qkv.t(), out=qkv)
-                attended.copy_(qkv[:, : attended.shape[1]])  # in place of attention
-                torch.mm(attended, layer.o.t(), out=y)
-                after(layer.norm2)
-                torch.mm(out, layer.gate_up.t(), out=gate_up)
-                swiglu(gate_up, act)
-                torch.mm(act, layer.down.t(), out=y)
-                after(layer.norm)
-
-        def floor(w: Tensor, y: Tensor = y, residual: Tensor = residual, out: Tensor = out) -> None:
-            sum_norm([y], residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out)
-
-        def fused(
-            w: Tensor,
-            early: bool = False,
-            y: Tensor = y,
-            residual: Tensor = residual,
-            out: Tensor = out,
-            shot: OneShot = shot,
-        ) -> None:
-            shot.all_reduce_norm(
-                y, residual, w, eps=EPS, kind=KIND, residual_out=residual, rows_out=out, early=early
-            )
-
-        def nccl(w: Tensor, y: Tensor = y, f: Any = floor) -> None:
-            dist.all_reduce(y)
-            f(w)
-
-        steps: dict[str, Callable[[], None]] = {
-            "norm alone": lambda s=step, f=floor: s(f),
-            "fused": lambda s=step, f=fused: s(f),
-        }
-        steps["fused early"] = lambda s=step, f=fused: s(lambda w: f(w, True))
-        if dist.get_backend() != "gloo":
-            steps["nccl + norm"] = lambda s=step, f=nccl: s(f)
-        graphs = {name: capture(s) for name, s in steps.items()}
-        table[f"{rows} rows"] = {n: median(t) * 1e3 for n, t in interleaved(graphs, 25, 8).items()}
     return table
 
 
@@ -376,12 +290,10 @@ class Chunked:
     ) -> None:
         ranks = dist.get_world_size()
         sizes = [b * 128 for b in blocks]
-        nbytes = sum(Ring.nbytes(s, H, BF16, ranks) for s in sizes) + 65536
+        bounds = [tuple(s * r // ranks for r in range(ranks + 1)) for s in sizes]
+        nbytes = sum(Ring.nbytes(b, H, BF16) for b in bounds) + 65536
         self.workspace = Workspace.on_group(nbytes, group(), device)
-        self.rings = [
-            Ring.of(self.workspace, [s * r // ranks for r in range(ranks + 1)], H, BF16)
-            for s in sizes
-        ]
+        self.rings = [Ring.of(self.workspace, b, H, BF16) for b in bounds]
         self.workspace.ready()
         self.chunks, self.weight = x.split(sizes), weight
         self.sums = Lane.beside(device) if beside else None
@@ -389,28 +301,29 @@ class Chunked:
     def __call__(self) -> None:
         compute = Lane.current(self.weight.device)
         sums = self.sums or compute
-        lanes = [lane for ring in self.rings for lane in ring.lanes()] + (
-            [sums] if self.sums else []
-        )
-        for lane in lanes:
-            lane.after(compute.mark())
-        pending: list[tuple[Ring, Any]] = []
+        if self.sums is not None:
+            sums.after(compute.mark())
+        for ring in self.rings:
+            ring.open(compute)
+        pending: list[tuple[Ring, Coming]] = []
+        gathered: list[tuple[Ring, Coming]] = []
         for ring, chunk in zip(self.rings, self.chunks, strict=True):
             torch.mm(chunk, self.weight.t(), out=ring.terms.partials.buffer.local)
-            ring.put(compute, ring.collected)
-            if self.sums is None and pending:
-                self.finish(*pending.pop(), sums)
-            pending.append((ring, ring.collect()))
-            if self.sums is not None:
-                self.finish(*pending.pop(), sums)
-        for item in pending:
-            self.finish(*item, sums)
-        for lane in lanes:
-            compute.after(lane.mark())
+            for rank in ring.rows.others:
+                ring.send(compute, rank, 0, *ring.copied(rank, COPIED))
+            pending.append((ring, ring.collect(COPIED)))
+            if len(pending) > 1 or self.sums is not None:
+                gathered.append(self.finish(*pending.pop(0), sums))
+        gathered += [self.finish(*item, sums) for item in pending]
+        if self.sums is not None:
+            compute.after(sums.mark())
+        for ring, coming in gathered:
+            ring.near.drain(list(coming.values()))
+            ring.close(compute)
 
-    def finish(self, ring: Ring, events: Any, lane: Lane) -> None:
-        lane.after(*events.values())
+    def finish(self, ring: Ring, coming: Coming, lane: Lane) -> tuple[Ring, Coming]:
         with lane():
+            ring.near.drain(list(coming.values()))
             sum_norm(
                 ring.terms.sources(),
                 None,
@@ -420,11 +333,10 @@ class Chunked:
                 residual_out=None,
                 rows_out=ring.rows.own,
             )
-        ring.put(lane, ring.gathered)
-        ring.gather()
+        return ring, ring.hand_on(lane, COPIED)
 
 
-SECTIONS = {f.__name__: f for f in (norm, oneshot, signals, copies, reduce, matmul, decode, row)}
+SECTIONS = {f.__name__: f for f in (norm, oneshot, signals, copies, reduce, matmul, row)}
 
 
 def show(table: Table, indent: int = 2) -> None:

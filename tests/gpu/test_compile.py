@@ -13,7 +13,7 @@ from triton import compile as build
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from plait.runtime.kernels import attention, exchange, norm, oneshot, signals, twoshot
+from plait.runtime.kernels import norm, oneshot, signals, twoshot
 
 ROW, WORD, FLAG = "*bf16", "*i16", "*i32"
 KINDS = [("none", None, None), ("rms", ROW, None), ("rms_rounded", ROW, None), ("layer", ROW, ROW)]
@@ -95,20 +95,6 @@ def test_rows(kind: str, weight: Any, bias: Any, residual: Any, ranks: int) -> N
     )
     assert wide(text)
     assert "ld.volatile.global.v4.b32" in text
-    assert wide(
-        ptx(
-            exchange.exchange_kernel,
-            8,
-            terms=rows,
-            rows_out=rows,
-            flags=flags,
-            first="i32",
-            last="i32",
-            RANK=[0],
-            DEPTH=[1],
-            **common,
-        )
-    )
 
 
 def test_others() -> None:
@@ -125,17 +111,3 @@ def test_others() -> None:
             RANK=[0],
             BLOCK=[4096],
         )
-    ptx(
-        attention.merge_kernel,
-        4,
-        out=ROW,
-        other=ROW,
-        lse="*fp32",
-        other_lse="*fp32",
-        heads="i32",
-        stride_out="i32",
-        stride_other="i32",
-        tokens="i32",
-        HEADS=[8],
-        DIM=[128],
-    )

@@ -129,40 +129,6 @@ def two_shot(workspace: Any, device: torch.device) -> None:
         assert torch.equal(out, in_order(parts)[0])
 
 
-def copy_engine(workspace: Any, device: torch.device) -> None:
-    from plait.runtime.copy_engine import Terms, all_gather, all_reduce
-    from plait.runtime.symmetric import Rows
-
-    ranks, rank, rows, width = workspace.ranks, workspace.rank, 37, WIDTHS[-1]
-    bounds = tuple(rows * r // ranks for r in range(ranks + 1))
-    out = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
-    partials = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
-    whole = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
-    channels = [workspace.channel() for _ in range(4)]
-    sums = Terms.of(partials)
-    workspace.ready()
-    parts, result = terms(ranks, rows, width, device), torch.empty(rows, width, dtype=DTYPE)
-    result = result.to(device)
-
-    def reduce() -> None:
-        partials.buffer.local.copy_(parts[rank])
-        all_reduce(sums, out, channels[0], channels[1])
-        result.copy_(out.buffer.local)
-
-    repeat(reduce, device, 50)
-    assert torch.equal(result, in_order(parts))
-
-    def collect() -> None:
-        whole.own.copy_(parts[rank][bounds[rank] : bounds[rank + 1]])
-        all_gather(whole, channels[2], channels[3])
-        result.copy_(whole.buffer.local)
-
-    repeat(collect, device, 50)
-    for owner in range(ranks):
-        own = slice(bounds[owner], bounds[owner + 1])
-        assert torch.equal(result[own], parts[owner][own])
-
-
 def block(workspace: Any, device: torch.device) -> None:
     for read, push in ((Way(), Way(1.0)), (Way(0.5, 2), Way(0.5)), (Way(1.0), Way(runs=3))):
         one_block(workspace, device, read, push)
@@ -170,8 +136,8 @@ def block(workspace: Any, device: torch.device) -> None:
 
 def one_block(workspace: Any, device: torch.device, read: Way, push: Way) -> None:
     """gather_matmul -> matmul_scatter -> finish, against the same on whole rows."""
-    from plait.runtime.copy_engine import Lane, Pulled
-    from plait.runtime.pieces import Linear, Ring, finish, gather_matmul, matmul_scatter
+    from plait.runtime.copy_engine import Lane
+    from plait.runtime.pieces import Coming, Linear, Ring, finish, gather_matmul, matmul_scatter
 
     ranks, rank, rows, width, inner = workspace.ranks, workspace.rank, 52, WIDTHS[-1], 32
     bounds = [rows * r // ranks for r in range(ranks + 1)]
@@ -186,33 +152,29 @@ def one_block(workspace: Any, device: torch.device, read: Way, push: Way) -> Non
 
     def step() -> None:
         compute = Lane.current(device)
-        for lane in ring.lanes():
-            lane.after(compute.mark())
         ring.open(compute)
         ring.rows.buffer.local.copy_(x)
         residual.copy_(ring.rows.own)
-        pulled = Pulled({}, {})
+        coming: Coming = {}
         for turn in range(2):
             up = Linear(ups[rank], hidden)
-            gather_matmul(ring, [up], compute, pulled, push if turn else Way())
-            pulled = matmul_scatter(ring, hidden, downs[rank], compute, read)
-            pulled = finish(
+            gather_matmul(ring, [up], compute, coming, push if turn else Way())
+            coming = matmul_scatter(ring, hidden, downs[rank], compute, read)
+            coming = finish(
                 ring,
                 residual,
                 scale,
                 None,
                 compute,
-                pulled,
+                coming,
                 eps=1e-5,
                 kind="rms",
                 read=read,
                 push=push,
-                by_flag=not turn,
             )
-        compute.after(*pulled.events.values())
+        ring.near.drain(list(coming.values()))
         result.copy_(ring.rows.buffer.local)
         ring.close(compute)
-        compute.after(*(lane.mark() for lane in ring.lanes()))
 
     repeat(step, device, 50)
     stream, out = x.double(), x.double()
@@ -222,33 +184,6 @@ def one_block(workspace: Any, device: torch.device, read: Way, push: Way) -> Non
         )
         out = normed(stream, scale, None, "rms")
     close(result, out)
-
-
-def exchange(workspace: Any, device: torch.device) -> None:
-    from plait.runtime.kernels.exchange import Exchange
-    from plait.runtime.symmetric import Rows
-
-    ranks, rank, rows, width = workspace.ranks, workspace.rank, 37, WIDTHS[-1]
-    bounds = tuple(rows * r // ranks for r in range(ranks + 1))
-    own = slice(bounds[rank], bounds[rank + 1])
-    sums = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
-    out = Rows(workspace.buffer((rows, width), DTYPE, fill=0), bounds)
-    trade = Exchange(workspace, programs=3)
-    workspace.ready()
-    parts, start = terms(ranks, rows, width, device), terms(1, rows, width, device, seed=9)[0]
-    weight = torch.linspace(0.5, 1.5, width).to(device, DTYPE)
-    residual, result = torch.empty_like(start[own]), torch.empty_like(start)
-
-    def step() -> None:
-        residual.copy_(start[own])
-        sums.buffer.local.copy_(parts[rank])
-        trade.all_reduce_norm(sums, residual, weight, eps=1e-5, kind="rms", rows_out=out)
-        result.copy_(out.buffer.local)
-
-    repeat(step, device, 50)
-    total = (in_order(parts).float() + start.float()).to(DTYPE)
-    assert torch.equal(residual, total[own])
-    close(result, normed(total, weight, None, "rms"))
 
 
 def delayed(workspace: Any, device: torch.device) -> None:
@@ -273,7 +208,7 @@ def delayed(workspace: Any, device: torch.device) -> None:
         assert torch.equal(out, in_order(parts)), turn
 
 
-JOBS = [one_shot, one_shot_nan, two_shot, exchange, copy_engine, block, delayed]
+JOBS = [one_shot, one_shot_nan, two_shot, block, delayed]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -1,17 +1,14 @@
-"""Collectives by the copy engines: rows pulled from the peers' memory, no multiprocessor involved.
+"""Rows pushed into the peers' memory by the copy engines, which takes no multiprocessor.
 
-    gather    every rank pulls the rows it does not own            ready: the owner's rows are written
-    collect   every rank pulls the others' terms of its own rows   ready: the terms are written
+A push goes on a `Lane` beside the compute, when the compute has come so far; a flag behind it tells the
+peer, which waits for that alone. Pulled instead, rows need a signal to begin with: 5 to 10 us more.
 
-Both run on a `Lane` beside the compute and return an event for each peer, in the order of arrival:
-peer rank + 1 first, so that no two ranks pull from the same one. A reduce-scatter is `collect` and
-`sum_norm` of `terms`; an all-reduce is that and a `gather`. Sums are in rank order, so their bits
-depend neither on chunks nor on timing.
+The peer's memory must be free. Who pushes there again has heard, since its last push, from the peer's own
+move of the other kind, which comes after the peer's last read (pieces.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.runtime.symmetric import Channel, Rows, Signals
+from plait.runtime.symmetric import Buffer, Channel, Rows, Workspace
 
 Range = tuple[int, int]  # rows first to last, exclusive
 Run = tuple[int, int]  # a rank, and which of its runs of rows
-Events = dict[Run, Any]  # torch.cuda.Event, or None where there are no streams
 
 
 class Lane:
@@ -61,128 +57,34 @@ class Terms:
     """The terms of a sum whose rows are cut among the ranks, and room for those of the others."""
 
     partials: Rows  # this rank's terms of all rows
-    staged: Tensor  # [ranks - 1, own rows, d]: the other ranks' terms of the own rows
+    staged: Buffer  # [ranks, most rows of a rank, d]: every rank's terms of the own rows
 
     @classmethod
-    def of(cls, partials: Rows) -> Terms:
-        ranks = len(partials.buffer.on)
-        return cls(partials, partials.own.new_zeros(max(1, ranks - 1), *partials.own.shape))
+    def of(cls, partials: Rows, workspace: Workspace) -> Terms:
+        local = partials.buffer.local
+        shape = staged_shape(partials.bounds, local.shape[1])
+        return cls(partials, workspace.buffer(shape, local.dtype, fill=0))
 
-    def slot(self, rank: int) -> Tensor:
-        """Where `rank`'s terms of the own rows are."""
-        me = self.partials.rank
-        return self.partials.own if rank == me else self.staged[rank - (rank > me)]
+    def slot(self, source: int, owner: int) -> Tensor:
+        """Where `source`'s terms of the rows of `owner` go, on `owner`."""
+        begin, end = self.partials.bounds[owner], self.partials.bounds[owner + 1]
+        return self.staged.on[owner][source][: end - begin]
 
     def sources(self) -> list[Tensor]:
         """All terms of the own rows, in rank order."""
-        return [self.slot(rank) for rank in range(len(self.partials.buffer.on))]
+        me, own = self.partials.rank, self.partials.own
+        return [own if rank == me else self.slot(rank, me) for rank in range(len(self.staged.on))]
 
 
-@dataclass(frozen=True)
-class Pulled:
-    """What a pull is waited for by, for each run of rows that it copies."""
-
-    events: Events
-    flags: dict[Run, Tensor]  # filled as the rows land; each must be drained once. Or none: events
-
-    def wait(self, compute: Lane, near: Signals, run: Run) -> None:
-        if run in self.flags:
-            near.drain([self.flags[run]])
-        else:
-            compute.after(self.events.get(run))
+def staged_shape(bounds: tuple[int, ...], width: int) -> tuple[int, int, int]:
+    return len(bounds) - 1, max(b - a for a, b in zip(bounds, bounds[1:], strict=False)), width
 
 
-def gather(
-    rows: Rows,
-    ready: Channel,
-    lane: Lane,
-    runs: Callable[[int], Sequence[Range]] | None = None,
-    landed: Tensor | None = None,
-) -> Pulled:
-    """Pull every other rank's rows, or the `runs` of them that it names, into this rank's copy.
-
-    `landed`: local flags [ranks, runs]. A kernel that drains one starts at once after the kernel before
-    it; one that waits for an event of another lane starts 5 us later in a graph.
-    """
-
-    def copies(rank: int) -> list[tuple[Tensor, Tensor]]:
-        ranges = runs(rank) if runs else [(rows.bounds[rank], rows.bounds[rank + 1])]
-        return [(rows.between(a, b), rows.between(a, b, on=rank)) for a, b in ranges]
-
-    return _pull(rows.others, [ready], lane, copies, landed)
-
-
-def collect(
-    terms: Terms,
-    ready: Sequence[Channel],
-    lane: Lane,
-    runs: Sequence[Range] | None = None,
-    landed: Tensor | None = None,
-) -> Pulled:
-    """Pull every other rank's terms of this rank's rows, or of `runs` of them, each when it is `ready`."""
-    partials = terms.partials
-    begin, end = partials.bounds[partials.rank], partials.bounds[partials.rank + 1]
-    ranges = [(begin, end)] if runs is None else runs
-
-    def copies(rank: int) -> list[tuple[Tensor, Tensor]]:
-        into = terms.slot(rank)
-        return [(into[a - begin : b - begin], partials.between(a, b, on=rank)) for a, b in ranges]
-
-    return _pull(partials.others, ready, lane, copies, landed)
-
-
-def _pull(
-    ranks: Sequence[int],
-    ready: Sequence[Channel],
-    lane: Lane,
-    copies: Callable[[int], list[tuple[Tensor, Tensor]]],
-    landed: Tensor | None,
-) -> Pulled:
-    """Copy i of a rank when `ready[i]` says so, or with the one before where there is no such channel.
-
-    The first runs of all ranks come before the second ones. A copy of no rows has no signal either: its
-    owner does not put.
-    """
-    pulled = Pulled({}, {})
-    found = [(rank, i, *copy) for rank in ready[0].reached(ranks) for i, copy in enumerate(copies(rank))]
+def push(lane: Lane, into: Tensor, rows: Tensor, landed: Channel, rank: int) -> None:
+    """`rows` into memory of `rank`, which may read them when it has heard on `landed`."""
     with lane():
-        for rank, i, into, source in sorted(found, key=lambda f: f[1]):
-            if not into.shape[0]:
-                continue
-            if i < len(ready):
-                ready[i].wait([rank])
-            into.copy_(source, non_blocking=True)
-            if landed is not None:
-                pulled.flags[rank, i] = landed[rank, i]
-                ready[0].signals.fill([landed[rank, i]])
-            pulled.events[rank, i] = lane.mark()
-    return pulled
-
-
-def all_gather(rows: Rows, ready: Channel, done: Channel) -> None:
-    """On the current stream; when it is over, own rows may be written again."""
-    lane = Lane.current(rows.own.device)
-    ready.put()
-    gather(rows, ready, lane)
-    done.put()
-    done.wait()
-
-
-def all_reduce(
-    terms: Terms, out: Rows, collected: Channel, gathered: Channel, lane: Lane | None = None
-) -> None:
-    """Sum the terms of all ranks into `out` on all of them, on the current stream.
-
-    `out` is read by the peers until the next sum of the same terms has been collected.
-    """
-    from plait.runtime.kernels.norm import sum_norm
-
-    lane = lane or Lane.current(out.own.device)
-    collected.put()
-    collect(terms, [collected], lane)
-    sum_norm(terms.sources(), None, None, eps=0.0, kind="none", residual_out=None, rows_out=out.own)
-    gathered.put()
-    gather(out, gathered, lane)
+        into.copy_(rows, non_blocking=True)
+        landed.put([rank])
 
 
 def _cuda(device: torch.device) -> bool:

@@ -6,7 +6,7 @@
     scatter  ──────────┐└──── finish ─────┘└────────── matmuls
                      token               token
 
-A token stands for rows that are on their way (`Pulled`). What is not around a move is kept; a norm that
+A token stands for rows that are on their way (`Coming`). What is not around a move is kept; a norm that
 no move reads or makes is one kernel too. A program opens its rings before the first event, so that
 nobody writes what a peer still reads from the step before, and closes them after the last.
 """
@@ -39,7 +39,7 @@ def nbytes(found: Found, chosen: Ways, ranks: int) -> int:
     total = 0
     for shape, events in found.rings.items():
         if any(e.site.name in chosen for e in events):
-            total += Ring.nbytes(shape.rows, shape.width, shape.dtype, ranks)
+            total += Ring.nbytes(shape.bounds, shape.width, shape.dtype)
     for few in slots(found, chosen):
         total += bytes_for(((2, ranks, few.rows, few.width), few.site.dtype))
     return total

@@ -14,8 +14,8 @@ from torch import Tensor
 from plait.passes import ops
 from plait.passes.rings import Way
 from plait.runtime import pieces
-from plait.runtime.copy_engine import Lane, Pulled
-from plait.runtime.pieces import COPIED, Linear, Ring
+from plait.runtime.copy_engine import Lane
+from plait.runtime.pieces import COPIED, Coming, Linear, Ring
 
 
 def add_norm(
@@ -44,31 +44,26 @@ def _lane(ring: Ring) -> Lane:
 
 
 def begin(ring: Ring) -> None:
-    compute = _lane(ring)
-    for lane in ring.lanes():
-        lane.after(compute.mark())
-    ring.open(compute)
+    ring.open(_lane(ring))
 
 
 def end(ring: Ring) -> None:
-    compute = _lane(ring)
-    ring.close(compute)
-    compute.after(*(lane.mark() for lane in ring.lanes()))
+    ring.close(_lane(ring))
 
 
 def matmul_scatter(
     ring: Ring, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, way: Way
-) -> Pulled:
+) -> Coming:
     return pieces.matmul_scatter(ring, flat(x), weight, _lane(ring), way, bias=bias)
 
 
-def scattered(ring: Ring, terms: Tensor) -> Pulled:
+def scattered(ring: Ring, terms: Tensor) -> Coming:
     return pieces.scattered(ring, flat(terms), _lane(ring))
 
 
 def finish(
     ring: Ring,
-    source: Pulled | Tensor,
+    source: Coming | Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -79,19 +74,19 @@ def finish(
     read: Way = COPIED,
     push: Way | None = None,
     keep: bool = False,
-) -> tuple[Tensor | None, Pulled | Tensor]:
+) -> tuple[Tensor | None, Coming | Tensor]:
     """(sum with the residual, where it is to `keep`; its norm, a token if it is handed on by `push`)."""
     own = ring.rows.own
     term = flat(source).contiguous() if isinstance(source, Tensor) else None
     rows = torch.empty_like(own) if push is None else None
     total = torch.empty_like(own) if keep or residual is not None else None
-    pulled = pieces.finish(
+    coming = pieces.finish(
         ring,
         None if residual is None else flat(residual).contiguous(),
         weight,
         bias,
         _lane(ring),
-        source if isinstance(source, Pulled) else Pulled({}, {}),
+        {} if isinstance(source, Tensor) else source,
         eps=eps,
         kind=kind,
         residual_out=total,
@@ -104,15 +99,15 @@ def finish(
         assert isinstance(source, Tensor)
         shape = tuple(source.shape)
     whole = None if total is None else total.view(shape)
-    return whole, pulled if rows is None else rows.view(shape)
+    return whole, coming if rows is None else rows.view(shape)
 
 
-def published(ring: Ring, rows: Tensor) -> Pulled:
+def published(ring: Ring, rows: Tensor) -> Coming:
     return pieces.published(ring, flat(rows), _lane(ring))
 
 
 def gather_matmul(
-    ring: Ring, token: Pulled, *weights: Sequence[Any], shape: tuple[int, ...], way: Way
+    ring: Ring, token: Coming, *weights: Sequence[Any], shape: tuple[int, ...], way: Way
 ) -> tuple[Any, ...]:
     """Of each of `weights` its product; of packed ones a tuple of products."""
     rows = ring.rows.buffer.local.shape[0]
@@ -143,9 +138,9 @@ def _linears(
     return [(every, shift)], sizes
 
 
-def gathered(ring: Ring, token: Pulled, *, shape: tuple[int, ...]) -> Tensor:
+def gathered(ring: Ring, token: Coming, *, shape: tuple[int, ...]) -> Tensor:
     """A copy: the next gather overwrites the ring's."""
-    return pieces.gathered(ring, _lane(ring), token).clone().view(shape)
+    return pieces.gathered(ring, token).clone().view(shape)
 
 
 def flat(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from plait.passes import rings
+from plait.passes.grouped import group
 from plait.passes.partition import Local
 from plait.plan.direct import ways
 from plait.plan.planner import Planned
@@ -175,6 +176,7 @@ def executable(
     graphed = device.type == "cuda" and fixed and not local.seeded and not planned.program.mutations
     graphed = graphed and (transport.captures or not _talks(local))
     if graphed and not planned.program.training:
+        group(local.graph)
         root |= fuse(local.graph)
     module = fx.GraphModule(root, local.graph)
     replay = Replay(module, inputs) if graphed else None

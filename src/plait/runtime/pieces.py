@@ -19,9 +19,8 @@ does not fit beside the matmul goes directly, meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from plait.passes.rings import Way
-from plait.runtime.copy_engine import Lane, Pulled, Range, Terms, collect, gather
+from plait.runtime.copy_engine import Lane, Range, Run, Terms, push, staged_shape
 from plait.runtime.handshake import Handshake, Reach
 from plait.runtime.symmetric import Channel, KernelSignals, Rows, Signals, Workspace, bytes_for
 
@@ -41,22 +40,23 @@ RUNS = 4  # of one rank's rows, at most
 COPIED = Way()
 
 
+Coming = dict[Run, Tensor]  # a flag for every run of rows on its way here; each must be drained once
+
+
 @dataclass(frozen=True)
 class Ring:
     """What one sharded residual stream needs of a workspace; one for each part in flight."""
 
     rows: Rows  # normalised rows, whole after a gather
     terms: Terms
-    gathered: Channel  # the owner's copied rows are written
+    gathered: tuple[Channel, ...]  # of every run: the owner's copied rows are here
     pushed: Channel  # the owner's direct rows are here
-    collected: tuple[Channel, ...]  # of every run: the copied terms are written
+    collected: tuple[Channel, ...]  # of every run: the copied terms are here
     readable: Channel  # the direct terms are written
     released: Channel  # the rows have been read for the last time; full at the start
     arrivals: Tensor
-    landed: Tensor  # local flags [rows or terms, rank, run]
     near: Signals  # for the compute lane, where nothing hides a signal
-    pulls: Lane
-    puts: Lane
+    copies: Lane
 
     @classmethod
     def of(
@@ -64,32 +64,27 @@ class Ring:
     ) -> Ring:
         shape, cuts = (bounds[-1], width), tuple(bounds)
         rows = Rows(workspace.buffer(shape, dtype, fill=0), cuts)
-        terms = Terms.of(Rows(workspace.buffer(shape, dtype, fill=0), cuts))
+        terms = Terms.of(Rows(workspace.buffer(shape, dtype, fill=0), cuts), workspace)
         workspace.brought(rows.buffer.local)
-        workspace.brought(terms.staged)
+        workspace.brought(terms.staged.local)
         device = rows.own.device
-        near = KernelSignals() if device.type == "cuda" else workspace.signals
         return cls(
             rows,
             terms,
-            workspace.channel(),
-            workspace.channel(),
-            tuple(workspace.channel() for _ in range(RUNS)),
-            workspace.channel(),
-            workspace.channel(full=True),
-            workspace.local_flags(),
-            workspace.local_flags(2, workspace.ranks, RUNS),
-            near,
-            Lane.beside(device),
-            Lane.beside(device),
+            gathered=tuple(workspace.channel() for _ in range(RUNS)),
+            pushed=workspace.channel(),
+            collected=tuple(workspace.channel() for _ in range(RUNS)),
+            readable=workspace.channel(),
+            released=workspace.channel(full=True),
+            arrivals=workspace.local_flags(),
+            near=KernelSignals() if device.type == "cuda" else workspace.signals,
+            copies=Lane.beside(device),
         )
 
     @staticmethod
-    def nbytes(rows: int, width: int, dtype: torch.dtype, ranks: int) -> int:
-        return bytes_for(((rows, width), dtype), ((rows, width), dtype), channels=4 + RUNS, ranks=ranks)
-
-    def lanes(self) -> tuple[Lane, Lane]:
-        return self.pulls, self.puts
+    def nbytes(bounds: tuple[int, ...], width: int, dtype: torch.dtype) -> int:
+        whole, staged = ((bounds[-1], width), dtype), (staged_shape(bounds, width), dtype)
+        return bytes_for(whole, whole, staged, channels=3 + 2 * RUNS, ranks=len(bounds) - 1)
 
     def direct(self, owner: int, way: Way) -> Range:
         """The owner's direct rows: next to its neighbour's, so that both can be one matmul's rows."""
@@ -106,29 +101,50 @@ class Ring:
         return [r for r in pairwise([*cuts, end]) if r[0] < r[1]]
 
     def open(self, compute: Lane) -> None:
-        """Before the first write into `rows` of a step; the peers' last reads were a step ago."""
+        """Before the first write of a step: the peers have read what was pushed a step ago."""
+        self.copies.after(compute.mark())
         with compute():
             self.released.wait()
 
     def close(self, compute: Lane) -> None:
-        """After the last use in a step: the peers may write here, and into what was pulled, again."""
-        self.pulls.after(compute.mark())
-        with self.pulls():
+        """After the last use in a step: the peers may push here again."""
+        self.copies.after(compute.mark())
+        with self.copies():
             self.released.put()
+        compute.after(self.copies.mark())
 
-    def put(self, compute: Lane, channel: Channel, ranks: Sequence[int] | None = None) -> None:
-        """Tell `ranks` that what `compute` wrote so far is there, without holding `compute` up."""
-        self.puts.after(compute.mark())
-        with self.puts():
-            channel.put(ranks)
+    def hand_on(self, compute: Lane, way: Way) -> Coming:
+        """The own rows to all others, as soon as `compute` has come here; what they hand on, in turn."""
+        me = self.rows.rank
+        self.copies.after(compute.mark())
+        for (first, last), landed in zip(self.copied(me, way), self.gathered, strict=False):
+            for rank in landed.reached(self.rows.others):
+                into, rows = (self.rows.between(first, last, on=on) for on in (rank, None))
+                push(self.copies, into, rows, landed, rank)
+        return self._coming(self.gathered, {rank: self.copied(rank, way) for rank in self.rows.others})
 
-    def gather(self, way: Way = COPIED, *, by_flag: bool = True) -> Pulled:
-        landed = self.landed[0] if by_flag else None
-        return gather(self.rows, self.gathered, self.pulls, partial(self.copied, way=way), landed)
+    def send(self, compute: Lane, owner: int, run: int, rows: Range) -> None:
+        """Terms of a run of the owner's rows to the owner, as soon as `compute` has come here."""
+        landed, begin = self.collected[run], self.rows.bounds[owner]
+        self.copies.after(compute.mark())
+        for rank in landed.reached([owner]):
+            into = self.terms.slot(self.rows.rank, owner)[rows[0] - begin : rows[1] - begin]
+            push(self.copies, into, self.terms.partials.between(*rows), landed, rank)
 
-    def collect(self, way: Way = COPIED, *, by_flag: bool = True) -> Pulled:
-        landed = self.landed[1] if by_flag else None
-        return collect(self.terms, self.collected, self.pulls, self.copied(self.rows.rank, way), landed)
+    def collect(self, way: Way) -> Coming:
+        """The others' terms of the own rows."""
+        mine = self.copied(self.rows.rank, way)
+        return self._coming(self.collected, dict.fromkeys(self.rows.others, mine))
+
+    def _coming(self, channels: Sequence[Channel], runs: Mapping[int, Sequence[Range]]) -> Coming:
+        """In the order in which they come: the first runs of all ranks before the second ones."""
+        return {
+            (rank, i): flag
+            for i, channel in enumerate(channels)
+            for rank in channel.reached(list(runs))
+            if i < len(runs[rank])
+            for flag in channel.incoming([rank])
+        }
 
 
 @dataclass(frozen=True)
@@ -148,9 +164,9 @@ class Linear:
 
 
 def gather_matmul(
-    ring: Ring, linears: Sequence[Linear], compute: Lane, pulled: Pulled, way: Way = COPIED
+    ring: Ring, linears: Sequence[Linear], compute: Lane, coming: Coming, way: Way = COPIED
 ) -> None:
-    """Every one of `linears` of all rows in pieces; `pulled` is that of `ring.gather(way)`."""
+    """Every one of `linears` of all rows in pieces; `coming` is that of `ring.hand_on(way)`."""
     rows = ring.rows
 
     def run(first: int, last: int) -> None:
@@ -163,14 +179,15 @@ def gather_matmul(
     for i in range(way.runs):
         for rank in rows.others:
             for first, last in ring.copied(rank, way)[i : i + 1]:
-                pulled.wait(compute, ring.near, (rank, i))
+                if (rank, i) in coming:
+                    ring.near.drain([coming[rank, i]])
                 run(first, last)
 
 
-def gathered(ring: Ring, compute: Lane, pulled: Pulled) -> Tensor:
+def gathered(ring: Ring, coming: Coming) -> Tensor:
     """All rows, as soon as they are here, for readers that take them whole."""
-    for run in pulled.events:
-        pulled.wait(compute, ring.near, run)
+    for flag in coming.values():
+        ring.near.drain([flag])
     return ring.rows.buffer.local
 
 
@@ -182,27 +199,28 @@ def matmul_scatter(
     way: Way = COPIED,
     *,
     bias: Tensor | None = None,
-    by_flag: bool = True,
-) -> Pulled:
-    """terms = x @ weight.T in pieces, each told to the owner of its rows; pulls the own rows' terms."""
+) -> Coming:
+    """terms = x @ weight.T in pieces, each sent to the owner of its rows; the own rows' terms come."""
     partials = ring.terms.partials
     linear = Linear(weight, partials.buffer.local, bias)
     for i in range(way.runs):
         for rank in partials.others:
             for first, last in ring.copied(rank, way)[i : i + 1]:
                 linear(x[first:last], first, last)
-                ring.put(compute, ring.collected[i], [rank])
+                ring.send(compute, rank, i, (first, last))
     own = [(partials.bounds[partials.rank], partials.bounds[partials.rank + 1])]
     for first, last in merged(own + [ring.direct(rank, way) for rank in partials.others]):
         linear(x[first:last], first, last)
-    return ring.collect(way, by_flag=by_flag)
+    return ring.collect(way)
 
 
-def scattered(ring: Ring, terms: Tensor, compute: Lane) -> Pulled:
+def scattered(ring: Ring, terms: Tensor, compute: Lane) -> Coming:
     """As `matmul_scatter`, of terms that are there whole."""
     ring.terms.partials.buffer.local.copy_(terms)
-    ring.put(compute, ring.collected[0])
-    return ring.collect()
+    for rank in ring.rows.others:
+        for rows in ring.copied(rank, COPIED):
+            ring.send(compute, rank, 0, rows)
+    return ring.collect(COPIED)
 
 
 def finish(
@@ -211,7 +229,7 @@ def finish(
     weight: Tensor | None,
     bias: Tensor | None,
     compute: Lane,
-    pulled: Pulled,
+    coming: Coming,
     *,
     eps: float,
     kind: Kind,
@@ -220,14 +238,12 @@ def finish(
     rows_out: Tensor | None = None,
     read: Way = COPIED,
     push: Way = COPIED,
-    by_flag: bool = True,
-) -> Pulled:
+) -> Coming:
     """Sum the terms, add `residual`, norm into the own rows, hand them on.
 
     The sum stays in `residual_out`, or in place. `term`: summed instead of the ring's terms.
     `rows_out`: written instead of the ring's rows, and then nothing is handed on. `read`: the way of the
-    scatter before; `push`: that of the gather that follows, which is returned and waited for `by_flag`
-    or by event.
+    scatter before; `push`: that of the gather that follows, which is returned.
     """
     from plait.runtime.kernels.norm import sum_norm
 
@@ -238,17 +254,14 @@ def finish(
         first, last = ring.direct(me, way)
         return Reach(tensors, first - begin, last - begin) if way.direct else None
 
-    if not pulled.flags:
-        compute.after(*pulled.events.values())
-    copies = ring.gathered.outgoing() if push.direct < 1 else []
     shake = Handshake(
         ring.arrivals,
         enter_fills=ring.readable.outgoing() if read.direct else [],
-        enter_drains=[*pulled.flags.values(), *(ring.readable.incoming() if read.direct else [])],
-        leave_fills=[*copies, *ring.pushed.outgoing()] if push.direct else [],
+        enter_drains=[*coming.values(), *(ring.readable.incoming() if read.direct else [])],
+        leave_fills=ring.pushed.outgoing() if push.direct else [],
         leave_drains=ring.pushed.incoming() if push.direct else [],
     )
-    shaken = read.direct or push.direct or pulled.flags
+    shaken = read.direct or push.direct or coming
     sum_norm(
         ring.terms.sources() if term is None else [term],
         residual,
@@ -262,18 +275,13 @@ def finish(
         far=reach([partials.of(me, on=rank) for rank in everyone], read),
         push=reach([rows.of(me, on=rank) for rank in rows.others], push),
     )
-    if rows_out is not None:
-        return Pulled({}, {})
-    if not push.direct:
-        ring.put(compute, ring.gathered)
-    return ring.gather(push, by_flag=by_flag)
+    return {} if rows_out is not None else ring.hand_on(compute, push)
 
 
-def published(ring: Ring, rows: Tensor, compute: Lane) -> Pulled:
+def published(ring: Ring, rows: Tensor, compute: Lane) -> Coming:
     """Hand on rows that are made by other operators."""
     ring.rows.own.copy_(rows)
-    ring.put(compute, ring.gathered)
-    return ring.gather()
+    return ring.hand_on(compute, COPIED)
 
 
 def _even(rows: float, of: int) -> int:
