@@ -328,3 +328,15 @@ def einsum_of_many_orders() -> Setup:
 
     model = Net(run, a=weight(4, 8, 3), b=weight(5, 3, 4), c=weight(5))
     return Setup(model, (torch.randn(2, 5, 8),))
+
+
+@case("tp2 tp3 tp4")
+def few_rows_of_many() -> Setup:
+    """The first token's row, the last two, and one from the middle: most ranks hold none of them."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        y = x + s.down(F.gelu(s.up(s.norm(x))))
+        return s.head(torch.cat([y[:, :1], y[:, -2:], y[:, 17].unsqueeze(1)], 1))
+
+    parts = dict(norm=nn.LayerNorm(12), up=linear(12, 31), down=linear(31, 12), head=linear(12, 40))
+    return Setup(Net(run, **parts), (torch.randn(1, 50, 12),))

@@ -72,7 +72,8 @@ def decoder() -> tuple[nn.Module, Tensor]:
 @cache
 def traces(name: str, n: int, way: Way, alone: bool = False) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
     model, x = blocks() if name == "blocks" else decoder()
-    found, full = tape.record(planned(model.eval(), (x,), {}, n), n, way, alone=alone)
+    more = {"logits_to_keep": 1} if name == "last row" else {}
+    found, full = tape.record(planned(model.eval(), (x,), more, n), n, way, alone=alone)
     return tuple(found), tuple(full)
 
 
@@ -83,10 +84,11 @@ USUAL = [
     ("blocks", 3, Way(0.5, 2)),
     ("decoder", 2, Way(0.5)),
     ("decoder", 4, Way(runs=3)),
+    ("last row", 2, Way(0.5)),
 ]
 GRID = [
     pytest.param(*one, id="-".join(map(str, one)), marks=() if one in USUAL else pytest.mark.full)
-    for one in product(("blocks", "decoder"), (2, 3, 4), WAYS)
+    for one in product(("blocks", "decoder", "last row"), (2, 3, 4), WAYS)
 ]
 
 

@@ -2,6 +2,7 @@
 
     mean            local mean times its share of the rows             -> partial
     embedding       foreign ids give zeros                             -> partial
+    slice, select   of few rows: foreign ones give zeros               -> partial
     repeat          the rank's rows are gathered                       (shares of `(g r)`)
     grouped matmul  widths padded to what its kernel takes
     attention       a chunk's queries are the last of the keys so far
@@ -58,6 +59,18 @@ def embedding(
     v = access.operands[0].dims[0]
     rows = _split(strategy).ranges(v, e.rank)
     return e.call(ops.embedding_rows, xs[0], xs[1], bound["padding_idx"], v.size, rows)
+
+
+def some_rows(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    bound, dims = bind(node), access.operands[0].dims
+    dim = bound["dim"] % len(dims)
+    size, alone = dims[dim].size, "index" in bound
+    start = (bound["index"] if alone else bound["start"] or 0) % size
+    end = start + (1 if alone else access.result[dim].size)
+    rows = e.call(ops.some_rows, xs[0], dim, start, end, _split(strategy).ranges(dims[dim], e.rank))
+    return e.call(aten.squeeze.dim, rows, dim) if alone else rows
 
 
 def repeat(
@@ -225,7 +238,7 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
     if "stat" in touched:
         return STATISTICS[str(node.target).split(".")[1].strip("_")]
     if "select" in touched:
-        return embedding
+        return embedding if node.target is aten.embedding.default else some_rows
     if "sum" in touched and node.target in (aten.mean.default, aten.mean.dim):
         return mean
     if node.target is aten._grouped_mm.default:

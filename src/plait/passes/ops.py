@@ -55,6 +55,25 @@ def picked_rows(x: Tensor, target: Tensor, ignored: int, size: int, rows: Ranges
     return x.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0)
 
 
+def some_rows(x: Tensor, dim: int, start: int, end: int, rows: Ranges) -> Tensor:
+    """Rows `start` to `end` of a dim of which `x` holds `rows`; others are zeros (a partial)."""
+    pieces = [x.narrow(dim, 0, 0)]  # a rank that holds none of them has a gradient as well
+    at = 0
+    for lo, hi in rows:
+        first, last = max(lo, start), min(hi, end)
+        if first < last:
+            pieces += [_zeros(x, dim, first - start), x.narrow(dim, at + first - lo, last - first)]
+            start = last
+        at += hi - lo
+    return torch.cat([*pieces, _zeros(x, dim, end - start)], dim)
+
+
+def _zeros(x: Tensor, dim: int, count: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = count
+    return x.new_zeros(shape)
+
+
 def packed_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:

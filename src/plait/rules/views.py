@@ -1,7 +1,8 @@
 """Rules of the operators that move, merge, split, join or repeat dims and compute nothing.
 
 These are the operators from which the structure of a dim is learned: a view merges and splits
-factors, cat and slice join and part segments, repeat_interleave makes `g` into `(g r)`.
+factors, cat and slice join and part segments, repeat_interleave makes `g` into `(g r)`. A few rows
+out of many are selected instead (`s selected`): a segment of one row would be held by every rank.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from plait.rules.rule import Binder
 from plait.rules.split import Split
 
 PARTIAL = ((0,),)  # a move of a partial sum is a partial sum
+FEW = 16  # one row of so many is not a segment of its own, by which all others would be told apart
 
 
 def moved(
@@ -200,6 +202,8 @@ def slice_(d: Describer, node: fx.Node) -> Access:
     start = max(0, start + f.size) if start < 0 else start
     if step != 1:
         return _strided(d, node, dims, dim, start, step, out)
+    if _few(bound["self"], f, out):
+        return _selected(d, node, dims, dim, d.fresh(out))
     parts = cut(d, node, f, (start, out, f.size - start - out))
     if isinstance(parts, str):
         return _relaid(d, node, dims, dim, parts)
@@ -210,6 +214,18 @@ def slice_(d: Describer, node: fx.Node) -> Access:
         return rebind(node, start=lo, end=lo + split.size(middle, rank))
 
     return moved(d, node, (*dims[:dim], middle, *dims[dim + 1 :]), local=local)
+
+
+def _few(x: fx.Node, f: Factor, out: int) -> bool:
+    """Rows of a computed value that say nothing of its structure: the last token's, the first one's."""
+    return x.op == "call_function" and f.root().kind == "free" and out * FEW <= f.size
+
+
+def _selected(d: Describer, node: fx.Node, dims: Dims, dim: int, *new: Factor) -> Access:
+    """A rank that does not hold the rows gives zeros (passes/expand.py)."""
+    letters = [Letter(f, "parallel") for i, f in enumerate(dims) if i != dim and f.size > 1]
+    letters += [Letter(dims[dim], "select"), *(Letter(f, "whole", "few rows are taken") for f in new)]
+    return moved(d, node, (*dims[:dim], *new, *dims[dim + 1 :]), letters=letters)
 
 
 def _full_slice(node: fx.Node, split: Split, rank: int) -> Any:
@@ -256,6 +272,8 @@ def select(d: Describer, node: fx.Node) -> Access:
     letters = [Letter(g, "parallel") for g in rest if g.size > 1]
     if isinstance(index, int) and not d.is_symbolic(f):
         index = index % f.size
+        if _few(bound["self"], f, 1):
+            return _selected(d, node, dims, dim)
         parts = cut(d, node, f, (index, 1, f.size - index - 1)) if f.size > 1 else []
         if not isinstance(parts, str):
             letters += [Letter(f, "parallel")] if f.size > 1 else []
