@@ -74,7 +74,7 @@ def compiled(
     from plait.capture import capture
     from plait.cluster import Cluster
     from plait.passes.rings import find
-    from plait.plan import planner
+    from plait.plan import planner, prices
     from plait.plan.direct import HOP, RING
     from plait.plan.plan import Overlapped
     from plait.rules.moves import take
@@ -85,8 +85,11 @@ def compiled(
     program = capture(model, args, {}, dynamic=None, training=False)
     cluster = Cluster.of("dgx-h200").subset(range(ranks))
     # A stand-in for a model that is large enough: the split by rows whatever it gains, or never.
-    monkey = {"DIRECT_GAIN": float("inf") if way is None else 0.0, "BESIDE": 1e-6}
-    with patch.multiple(planner, **monkey), patch.object(planner.direct, "weigh", lambda *_: ()):
+    monkey: dict[str, Any] = {"DIRECT_GAIN": float("inf") if way is None else 0.0, "BESIDE": 1e-6}
+    if way is not None:
+        monkey["pick"] = lambda *_: ("native", 1e-3)
+    free = patch.multiple(planner, **monkey), patch.object(prices, "OPEN", 0.0)
+    with free[0], free[1], patch.object(planner.direct, "weigh", lambda *_: ()):
         planned = planner.make(program, planner.Options(ranks, cluster))
     found = find(program, planned.local(0))
     sites = [e.site.name for events in found.rings.values() for e in events]

@@ -24,7 +24,7 @@ from plait.errors import ScheduleError
 from plait.passes.overlap.races import Item, Step, Trace, check, parse, spell, twice
 from plait.passes.overlap.schedule import Record, Wait
 from plait.passes.rings import Way
-from plait.plan import planner
+from plait.plan import planner, prices
 from plait.plan.planner import Planned
 from tests import tape
 
@@ -51,7 +51,8 @@ def planned(model: nn.Module, args: Any, kwargs: Any, n: int) -> Planned:
     program = capture(model, args, kwargs)
     cluster = Cluster.of("dgx-h200").subset(range(n))
     free: dict[str, Any] = {"DIRECT_GAIN": 0.0, "BESIDE": 1e-6, "pick": lambda *_: ("native", 1e-3)}
-    with patch.multiple(planner, **free), patch.object(planner.direct, "weigh", lambda *_: ()):
+    hidden = patch.multiple(planner, **free), patch.object(prices, "OPEN", 0.0)
+    with hidden[0], hidden[1], patch.object(planner.direct, "weigh", lambda *_: ()):
         return planner.make(program, planner.Options(n, cluster))
 
 

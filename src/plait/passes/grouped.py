@@ -10,11 +10,12 @@ bits, and nothing is written twice.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from plait.capture.written import SDPA, arguments
-
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
 REPEAT = torch.ops.aten.repeat_interleave.self_int
 
 
@@ -23,17 +24,16 @@ def group(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is not SDPA:
             continue
-        call = arguments(node)
-        found = [_repeated(call[name]) for name in ("key", "value")]
-        if call["attn_mask"] is None and found[0] is not None and found[1] is not None:
-            (k, times), (v, others) = found[0], found[1]
-            if times == others:
-                node.update_arg(1, k)
-                node.update_arg(2, v)
-                node.update_kwarg("enable_gqa", True)
+        _, keys, values, *mask = node.args
+        masked = mask and mask[0] is not None or node.kwargs.get("attn_mask") is not None
+        k, v = _repeated(keys), _repeated(values)
+        if not masked and k is not None and v is not None and k[1] == v[1]:
+            node.update_arg(1, k[0])
+            node.update_arg(2, v[0])
+            node.update_kwarg("enable_gqa", True)
 
 
-def _repeated(x: fx.Node) -> tuple[fx.Node, int] | None:
+def _repeated(x: Any) -> tuple[fx.Node, int] | None:
     """What is repeated, by heads of [b, h, t, d], and how often."""
     if x.target is not REPEAT or x.args[2] != 1:
         return None

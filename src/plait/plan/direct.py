@@ -25,10 +25,10 @@ from plait.passes.rings import Event, Few, Found, Shape, Way, columns
 from plait.plan.plan import Overlapped
 
 RING, HOP = "ring", "one hop"
-# Measured on 2 x H200 (bench/results/rowshard-notes.md): from a kernel's end to the first byte of a copy
-# 10-20 us; copies reach 364 of 396 GB/s; one hop of T rows of 16 KiB takes 4.6 us and 45 ns a row, less
-# the norm's own 2.1 us.
-WAKE = 15e-6
+# Measured on 2 x H200 (bench/results/rowshard-notes.md): from a kernel's end to the first byte of a push 2-5 us,
+# from its last byte to the start of the kernel that waits 3 us; copies reach 364 of 396 GB/s; one hop of T rows of
+# 16 KiB takes 4.6 us and 45 ns a row, less the norm's own 2.1 us.
+WAKE = 7e-6
 COPIES = 0.92
 HOP_BASE, HOP_SHARE = 2.6e-6, 0.92
 PARTS = (0.0, 0.25, 0.5, 1.0)  # of the rows, that kernels move
@@ -133,9 +133,7 @@ class _Clock:
         return cls(event, own, shape.rows, nbytes, sizes, str(shape.dtype), peers)
 
     def compute(self, rows: float) -> float:
-        device = self.peers.device
-        of = [device.matmul_seconds(rows, o, i, self.dtype) for o, i in self.sizes]
-        return sum(device.launch + seconds for seconds in of) if rows else 0.0
+        return sum(self.peers.device.graphed_matmul(rows, o, i, self.dtype) for o, i in self.sizes)
 
     def seconds(self, way: Way) -> float:
         """Until the last matmul, or the last row, whichever comes later; with what kernels move in the open."""

@@ -40,13 +40,16 @@ class Clock:
         return seconds + (0.0 if self.graphed else VIEW * len(columns) * device.launch)
 
     def _matmul(self, rows: int, inner: int, columns: int, dtype: torch.dtype, grad: bool) -> float:
-        clock, launch = self.device.matmul_seconds, self.device.launch
         piece = -(-rows // self.pieces)
-        seconds = self.pieces * (launch + clock(piece, columns, inner, str(dtype)))
+        seconds = self.pieces * self._one(piece, columns, inner, dtype)
         if grad:  # of the input, and of the weight
-            seconds += launch + clock(rows, inner, columns, str(dtype))
-            seconds += launch + clock(columns, inner, rows, str(dtype))
+            seconds += self._one(rows, inner, columns, dtype) + self._one(columns, inner, rows, dtype)
         return seconds
+
+    def _one(self, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
+        if self.graphed:
+            return self.device.graphed_matmul(rows, columns, inner, str(dtype))
+        return self.device.launch + self.device.matmul_seconds(rows, columns, inner, str(dtype))
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,9 @@ def lay(
     norms = inside(program.graph) if fuse else {}
     prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
     chained = _chained(program, norms) if fuse else frozenset[fx.Node]()
-    prices = replace(prices, beside=beside, chained=chained)
+    prices = replace(prices, chained=chained)
+    if beside < 1:
+        prices = prices.hiding(problem, beside)
     strategies = solve(problem, prices).strategies
     grads = program.differentiable()
     return Laid(program, description, problem, strategies, grads, prices)

@@ -10,7 +10,7 @@ conversion  the forward move's collective and, where gradients flow, the backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -38,6 +38,8 @@ LARGE_WEIGHT_REDUCTIONS = 10.0
 # gathered into a buffer and out of it again, in short runs.
 MOVE_LAUNCHES = 4.0
 COPIES, STRIDED_COPIES = 2.0, 8.0
+# Of a move by rows, the part that a matmul is too short to hide: kernels take it over (plan/direct.py).
+OPEN = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class CostPrices:
     largest_weight: float = 0.0  # bytes
     largest_value: float = 0.0  # bytes
     beside: float = 1.0  # of a move by rows: what is left of it beside a matmul
+    matmuls: Mapping[fx.Node, float] = field(default_factory=dict)  # seconds, on the rows of one rank
     norms: Mapping[fx.Node, Norm] = field(default_factory=dict)  # what runs as one kernel
     chained: frozenset[fx.Node] = frozenset()  # element-wise operators that run together
     columns: Mapping[fx.Node, Factor] = field(default_factory=dict)  # the last dim of what they norm
@@ -81,6 +84,16 @@ class CostPrices:
             if norm.x in problem.choices
         }
         return cls(rates, collective, problem.n, max(weights), max(values), norms=norms or {}, columns=columns)
+
+    def hiding(self, problem: Problem, beside: float) -> CostPrices:
+        """The same where moves by rows go beside matmuls; `beside`: what is left of a hidden one."""
+        flops = {
+            node: sum(2.0 * prod(f.extent for f in letters) for letters in products_of(choice))
+            for node, choice in problem.choices.items()
+            if choice.access is not None and not choice.weight
+        }
+        matmuls = {n: f / self.rates.flops / self.n**2 for n, f in flops.items() if f}
+        return replace(self, beside=beside, matmuls=matmuls)
 
     def node(self, choice: Choice, index: int) -> float:
         strategy = choice.strategies[index]
@@ -155,8 +168,10 @@ class CostPrices:
         forward, backward = kinds
         dims = choice.results[choice.index]
         inner = _inner(a, dims) or _inner(b, dims)
-        if self.beside < 1 and not inner and _at_a_matmul(choice, forward):
-            return self.beside * self.collective(str(forward), nbytes)
+        if self.beside < 1 and not inner and (matmuls := _matmuls(choice, forward)):
+            seconds = self.collective(str(forward), nbytes)
+            hidden = sum(self.matmuls.get(m, 0.0) for m in matmuls)
+            return self.beside * seconds + OPEN * max(0.0, seconds - hidden)
         copies = STRIDED_COPIES if inner else COPIES
         local = MOVE_LAUNCHES * self.rates.launch + copies * nbytes / self.rates.bandwidth
         price = 0.0 if (_kind(a), _kind(b)) == ("whole", "copied") else local
@@ -167,12 +182,12 @@ class CostPrices:
         return price
 
 
-def _at_a_matmul(choice: Choice, collective: str | None) -> bool:
-    """Whether a matmul makes the terms of a sum, or reads what is gathered."""
+def _matmuls(choice: Choice, collective: str | None) -> list[fx.Node]:
+    """Those that make the terms of a sum, or read what is gathered."""
     if collective == "reduce_scatter":
-        return bool(products_of(choice)) if choice.access is not None else False
+        return [choice.node] if choice.access is not None and products_of(choice) else []
     readers = choice.node.users if collective == "all_gather" else ()
-    return any("linear" in str(user.target) or "mm" in str(user.target) for user in readers)
+    return [user for user in readers if "linear" in str(user.target) or "mm" in str(user.target)]
 
 
 def _inner(key: Key, dims: Dims) -> bool:
