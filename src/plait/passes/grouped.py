@@ -25,7 +25,7 @@ def group(graph: fx.Graph) -> None:
         if node.target is not SDPA:
             continue
         _, keys, values, *mask = node.args
-        masked = mask and mask[0] is not None or node.kwargs.get("attn_mask") is not None
+        masked = (mask and mask[0] is not None) or node.kwargs.get("attn_mask") is not None
         k, v = _repeated(keys), _repeated(values)
         if not masked and k is not None and v is not None and k[1] == v[1]:
             node.update_arg(1, k[0])
