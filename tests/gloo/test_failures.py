@@ -507,12 +507,13 @@ class Reads(torch.nn.Module):
         return y
 
 
-def stumbles(group: Any, where: str, culprits: tuple[int, ...], times: int) -> list[str]:
+def stumbles(group: Any, axis: str, where: str, culprits: tuple[int, ...], times: int) -> list[str]:
     """What a rank raised, one time after the other, and what a good step gave afterwards."""
     torch.manual_seed(0)
     rank, model, ids = dist.get_rank(group), Reads(), torch.tensor([[1, 2, 3]])
     want = torch.autograd.grad(model(ids).sum(), list(model.parameters()))
-    compiled = compile_model(model, (ids,), tp=2, training=True, group=group, cluster=prove.free(2))
+    mesh = {"tp": 1, "dp": 1, axis: 2}
+    compiled = compile_model(model, (ids,), **mesh, training=True, group=group, cluster=prove.free(2))
     raised = []
     for _ in range(times):
         handles = []
@@ -538,14 +539,15 @@ def stumbles(group: Any, where: str, culprits: tuple[int, ...], times: int) -> l
 @pytest.mark.parametrize(
     ("where", "words"), [("forward", "IndexError: index out of range"), ("backward", "ZeroDivisionError")]
 )
+@pytest.mark.parametrize("axis", ["tp", "dp"])
 def test_an_error_that_every_rank_meets_leaves_the_group_as_it_was(
-    fresh: Pool, where: str, words: str
+    pool: Pool, axis: str, where: str, words: str
 ) -> None:
-    for raised in fresh.run(stumbles, 2, where, (0, 1), 2):
+    for raised in pool.run(stumbles, 2, axis, where, (0, 1), 2):
         assert len(raised) == 2 and all(text.startswith(words) for text in raised), raised
 
 
 def test_an_error_that_one_rank_catches_ends_the_group(fresh: Pool) -> None:
-    survivor, culprit = fresh.run(stumbles, 2, "backward", (1,), 1)
+    survivor, culprit = fresh.run(stumbles, 2, "tp", "backward", (1,), 1)
     assert survivor[0].startswith("RankError: backward: rank 1 failed: its backward pass raised"), survivor
     assert culprit[0].startswith("ZeroDivisionError"), culprit

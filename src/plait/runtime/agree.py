@@ -155,7 +155,7 @@ class Agreement:
 
 def _facts(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return f"{tuple(leaf.shape)} {leaf.dtype}"
+        return f"{tuple(leaf.shape)} {leaf.dtype}" + (" on meta" if leaf.is_meta else "")
     return repr(leaf)
 
 

@@ -120,8 +120,8 @@ class Compiled(nn.Module):
         self, executable: Any, leaves: Sequence[Any], what: str, call: Callable[..., Any] | None = None
     ) -> Any:
         agreement = self._agreement
+        _refuse_meta(executable.program, leaves)
         with agreement.guard(what), self._transport.in_order(), self._follower.casts_off():
-            _refuse_meta(executable.program, leaves)
             seed = self._seed() if executable.local.seeded else torch.zeros(0)
             live = self._live()
             out = (call or executable)(live, leaves, seed)

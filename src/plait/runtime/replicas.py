@@ -52,6 +52,7 @@ class Replicas:
         """Whatever the replicas tell each other goes over the one line, in one order."""
         group = self.transport.group
         assert group is not None
+        self.transport.begun.count += 1
 
         def in_order() -> Tensor:
             with communicator(group).in_order():

@@ -25,7 +25,7 @@ from plait.runtime.executor import layouts
 from plait.runtime.pipeline import Pipeline, pipeline
 from plait.runtime.places import Places
 from plait.runtime.replicas import Replicas
-from plait.runtime.transport import Transport
+from plait.runtime.transport import Begun, Transport
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,20 @@ class Seat:
         replicas = Replicas(_transport(group, copies, replica, back), device)
         parts = [t.group for t in (rows, replicas.transport) if t.group not in (None, group)]
         agreement.covers(*parts)
-        if mesh.pp == mesh.dp == 1:
-            agreement.counted(rows.begun)
+        if mesh.pp == 1:
+            agreement.counted(Place(rows.begun, replicas.transport.begun))
         return cls(seats, line, rows, replicas)
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a rank has come, in its replica and between replicas: without stages, all do the same."""
+
+    within: Begun
+    between: Begun
+
+    def __str__(self) -> str:
+        return f"{self.within} {self.between}"
 
 
 @dataclass(frozen=True)
