@@ -16,8 +16,14 @@ demo: install
 
 test: lint unit lockstep gloo
 
+# The full matrix, its result in tests/full.md; FILES="tests/gloo/test_zoo.py ..." for a part of it.
+FILES ?= tests/unit tests/lockstep tests/gloo
+SINGLE = $(filter-out tests/gloo%,$(FILES))
+SEVERAL = $(filter tests/gloo%,$(FILES))
+ALL     = -m "not gpu" -q --summary tests/full.md
 test-all: lint
-	$(PYTEST) tests -m "not gpu" --durations=20 2>&1 | tee tests/full.txt
+	$(if $(SINGLE),$(PYTEST) $(SINGLE) $(ALL) $(SPREAD),true); single=$$?; \
+	$(if $(SEVERAL),$(PYTEST) $(SEVERAL) $(ALL),true) && exit $$single
 
 lint: install
 	$(BIN)/ruff check .

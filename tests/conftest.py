@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from zlib import crc32
 
 import pytest
 
 from tests.gloo.harness import Pool
+from tests.summary import Summary
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +26,13 @@ THINNED = 60  # tests of one function: beyond it, a fixed part of them stands fo
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thin", type=int, default=1, help="run one in so many of a large family")
+    parser.addoption("--summary", type=Path, help="keep what became of every file in this table")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--summary")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Summary(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

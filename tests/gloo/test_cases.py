@@ -1,7 +1,7 @@
 """The cases on gloo: outputs, gradients, optimizer steps and modes, on every rank.
 
-Each case runs on every mesh it names in the full matrix; `make test` takes one mesh and one dtype a
-case, chosen so that every mesh size meets both dtypes, and one pipeline where a case names any.
+Each case runs on every mesh it names in the full matrix, its dtypes in turn; `make test` takes one mesh
+a case, chosen so that every mesh size meets both dtypes, and one pipeline where a case names any.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def grid() -> Iterator[Any]:
         small = [m for m in meshes if m.size <= 8]
         chosen = [kind[i % len(kind)] for kind in _kinds(small) if kind]
         for mesh in meshes:
-            for k, dtype in enumerate(case.dtypes):
-                fast = mesh in chosen and k == (i // 2) % len(case.dtypes)
-                name = str(dtype).removeprefix("torch.")
-                marks = [] if fast else [pytest.mark.full]
-                yield pytest.param(case, mesh, dtype, id=f"{case.id}-{mesh}-{name}", marks=marks)
+            # chosen ones take the same turn, whichever mesh it is
+            turn = i // 2 if mesh in chosen else i // 2 + 1 + meshes.index(mesh)
+            dtype = case.dtypes[turn % len(case.dtypes)]
+            name = str(dtype).removeprefix("torch.")
+            marks = [] if mesh in chosen else [pytest.mark.full]
+            yield pytest.param(case, mesh, dtype, id=f"{case.id}-{mesh}-{name}", marks=marks)
 
 
 def _kinds(meshes: Sequence[Mesh]) -> tuple[list[Mesh], list[Mesh]]:

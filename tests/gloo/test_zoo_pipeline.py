@@ -1,8 +1,8 @@
 """Pipelines over tiny transformers models on gloo: outputs and gradients on every rank.
 
-The full matrix is every model on every mesh, with one and two micro-batches, by every schedule;
-`make test` takes a part in which every pair of mesh and micro-batches, and every schedule with both
-numbers of micro-batches, occurs, each on another model.
+The full matrix is every model on every mesh, with one and two micro-batches; schedules take turns, so
+that each meets every model and every mesh. `make test` takes a part in which every pair of mesh and
+micro-batches, and every schedule with both numbers of micro-batches, occurs, each on another model.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ RUNS = tuple(SCHEDULES)
 def trainings() -> Iterator[Any]:
     for i, name in enumerate(zoo.NAMES):
         for j, mesh in enumerate(MESHES):
-            for k, schedule in enumerate(RUNS):
-                thin = i == 2 * j + 1 and k == (j + j // len(AXES)) % len(RUNS)
-                marks = () if thin else FULL
-                yield pytest.param(name, mesh, schedule, id=f"{name}-{mesh}-{schedule}", marks=marks)
+            schedule = RUNS[(i + j + j // len(AXES)) % len(RUNS)]
+            marks = () if i == 2 * j + 1 else FULL
+            yield pytest.param(name, mesh, schedule, id=f"{name}-{mesh}-{schedule}", marks=marks)
 
 
 def inferences() -> Iterator[Any]:
-    for name in zoo.NAMES:
-        for mesh in MESHES:
+    for i, name in enumerate(zoo.NAMES):
+        for j, mesh in enumerate(MESHES):
             thin = (name, str(mesh)) in (("gemma3", "pp3/1"), ("t5", "tp2xpp2/2"))
+            if (i + j) % 2 and not thin:
+                continue
             yield pytest.param(name, mesh, id=f"{name}-{mesh}", marks=() if thin else FULL)
 
 
