@@ -41,6 +41,14 @@ def test_a_diagonal_and_half_a_run_are_not_split() -> None:
     assert Split.even((g, r), 3).splittable((g,))
 
 
+def test_a_dim_of_any_size_is_counted_without_a_look_at_its_rows() -> None:
+    """What is outside of the split has one range each: of a symbolic size there are as good as endless."""
+    batch, t, d = Factor(2**40 + 15), Factor(7), Factor(3)
+    split = Split.even((t,), 2)
+    assert split.sizes(product((batch, t, d))) == (12 * batch.size, 9 * batch.size)
+    assert split.sizes(product((batch, total([t, d])))) == (7 * batch.size, 6 * batch.size)
+
+
 @given(st.integers(1, 5), st.integers(2, 30), st.integers(1, 4), st.integers(2, 8))
 def test_every_row_is_held_and_owned_once(outer: int, size: int, inner: int, n: int) -> None:
     f = Factor(size)

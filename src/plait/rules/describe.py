@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from plait.program import Program
-from plait.rules.equation import ONE, Algebra, Conflict, Dims, Factor, atoms_and_parts
+from plait.rules.equation import ONE, SYMBOLIC, Algebra, Conflict, Dims, Factor, atoms_and_parts
 from plait.rules.split import Split
 
 
@@ -109,7 +109,7 @@ class Describer:
         expr = s.node.expr
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in self._primes:
-                start = max(self._primes.values(), default=2**40)
+                start = max(self._primes.values(), default=SYMBOLIC)
                 self._primes[symbol] = int(sympy.nextprime(start + 2**20))
                 self._hints[self._primes[symbol]] = _example(s, symbol)
         size = int(expr.xreplace({k: sympy.Integer(v) for k, v in self._primes.items()}))
@@ -127,7 +127,7 @@ class Describer:
         return out * size
 
     def is_symbolic(self, f: Factor) -> bool:
-        return f.size >= 2**40
+        return f.size >= SYMBOLIC
 
     def sizes(self, node: fx.Node, index: int = 0) -> tuple[int, ...]:
         value = node.meta["val"]

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 Ranges = tuple[tuple[int, int], ...]
+SYMBOLIC = 2**40  # the least size that stands for a symbol
 
 
 class Factor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from plait.rules.equation import Dims, Factor, Ranges, atoms, flatten
+from plait.rules.equation import SYMBOLIC, Dims, Factor, Ranges, atoms, flatten
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,12 @@ class Split:
         return None
 
     def splittable(self, dims: Dims) -> bool:
-        """Whether a value with these dims may be cut: at most one dim, no diagonal, a whole run."""
+        """Whether a value with these dims may be cut: at most one dim, no diagonal, a whole run.
+
+        Nor a dim that is also of symbolic size: which rows are whose would be known in the call alone.
+        """
         cut = [f for f in dims if self.touches(f)]
-        return not cut or (len(cut) == 1 and self._legal(cut[0]))
+        return not cut or (len(cut) == 1 and cut[0].size < SYMBOLIC and self._legal(cut[0]))
 
     def _legal(self, f: Factor) -> bool:
         f = f.root()
@@ -150,7 +153,13 @@ class Split:
             return f.size
         if f.kind == "sum":
             return sum(self.size(part, rank) for part in f.parts)
-        return sum(hi - lo for lo, hi in self.ranges(f, rank))
+        run, parts = self._run(f), flatten(f)
+        if run is None:  # a sum inside a product
+            return prod(self.size(part, rank) for part in parts)
+        at, count = run
+        rows, _ = self._share(count, rank)
+        others = prod(part.size for part in [*parts[:at], *parts[at + count :]])
+        return others * sum(hi - lo for lo, hi in rows)
 
     def owned(self, f: Factor, rank: int) -> Ranges:
         """Those rows of `ranges` that no lower rank holds: every row is owned once."""
