@@ -44,6 +44,7 @@ def one(name: str) -> dict[str, Any]:
     here = Path(__file__).parent.resolve()  # other benches must not stand before packages
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != here]
     import torch
+    import torch._dynamo
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import plait

@@ -34,7 +34,8 @@ import torch.distributed as dist
 
 from plait.runtime.processes import die_with_parent
 
-PRELOAD = ["torch", "torch.export", "torch._dynamo", "transformers", "pytest", "plait"]
+PRELOAD = ["torch", "torch.export", "torch._dynamo", "scipy.optimize", "scipy.sparse"]
+PRELOAD += ["transformers", "pytest", "plait"]
 SIZES = (4, 8, 16)  # a pool has one of these sizes: few restarts, and idle ranks cost nothing
 
 

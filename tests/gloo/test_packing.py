@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -54,8 +55,8 @@ def memory_of(made: Any, pack: int) -> int:
     return int(dict(made.named_parameters())[name].untyped_storage().data_ptr())
 
 
-def test_a_packed_model(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_packed_model(pool: Pool, tmp_path: Path, n: int) -> None:
     model, _, _ = zoo.build("qwen2")
     save_file({k: v.clone() for k, v in model.double().state_dict().items()}, tmp_path / "model.safetensors")
-    for n in (2, 3):
-        pool.run(packed, n, str(tmp_path), n)
+    pool.run(packed, n, str(tmp_path), n)

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -168,6 +167,8 @@ def _fake(call: Call, model: nn.Module, mode: FakeTensorMode) -> tuple[Any, Any]
             return x
         sizes = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(x.dim())]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[var-annotated]
+        from torch._dynamo.source import ConstantSource  # slow to import, and not of every process
+
         source = ConstantSource(path)
         return mode.from_tensor(x, static_shapes=False, symbolic_context=context, source=source)
 

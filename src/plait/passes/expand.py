@@ -80,6 +80,8 @@ def repeat(
     split, bound = _split(strategy), bind(node)
     dims = access.operands[0].dims
     dim, r = bound["dim"] % len(dims), bound["repeats"]
+    if not split.touches(access.result[dim]):
+        return e.copy(node, xs)
     rows = [_repeated(split, dims[dim], access.result[dim], r, k) for k in range(split.ranks)]
     held = [split.size(dims[dim], k) for k in range(split.ranks)]
     if all(rows[k] == [i for i in range(held[k]) for _ in range(r)] for k in range(split.ranks)):

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
 from torch import fx
 
 from plait.errors import PlanError
@@ -138,6 +136,10 @@ class _Builder:
         return self.conversions[key]
 
     def solve(self, time_limit: float) -> Solution:
+        # Slow to import, and not every process plans.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_matrix
+
         scale = 1.0 / max(max(self.cost, default=1.0), 1e-30) * 1e6
         row, column, value, lo, hi = [], [], [], [], []
         for i, (columns, values, low, high) in enumerate(self.rows):
