@@ -6,7 +6,9 @@
 Stages compute what they always do, and then sleep until as much time has passed as the plan predicts
 for them: so several processes on one core run as devices of their own would, and what is measured is
 the schedule, the messages and the runtime. `--real` sleeps nowhere: two processes of one thread each,
-predicted for the speed at which one process runs the model.
+predicted for a core's rates of matmuls and of memory as these processes measure them just before. Other
+work on the cores makes the clock on the wall say little: beside it stand the CPU seconds of every
+action, played by the schedule.
 
 Seconds are from the first action of any place to the end of the last, medians over the steps of a
 run; every candidate runs in the same processes, in turn.
@@ -21,7 +23,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import combinations
@@ -36,10 +38,11 @@ import plait
 from plait.cluster import Cluster
 from plait.cluster.device import Device
 from plait.passes import schedule
-from plait.passes.schedule import Action
+from plait.passes.schedule import Action, Schedule
 from plait.plan.plan import Plan
 from plait.runtime import pipeline as runtime
 from plait.runtime.actions import Run
+from plait.runtime.calibrate import SQUARE, device_of
 from plait.runtime.pipeline import Pipeline
 from plait.runtime.processes import launch
 
@@ -89,9 +92,10 @@ class Clock:
 
     each: dict[int, dict[str, float]]  # stage -> kind -> seconds
     events: list[tuple[str, float, float]]
+    spent: dict[str, float]  # action -> CPU seconds of its thread, messages included
 
 
-CLOCK = Clock({}, [])
+CLOCK = Clock({}, [], {})
 
 
 class Timed(Run):
@@ -101,6 +105,11 @@ class Timed(Run):
         wanted = CLOCK.each.get(action.stage, {}).get(action.kind, 0.0)
         time.sleep(max(0.0, begin + wanted - time.monotonic()))
         CLOCK.events.append((str(action), begin, time.monotonic()))
+
+    def _do(self, action: Action, posted: Any) -> None:
+        begin = time.thread_time()
+        super()._do(action, posted)
+        CLOCK.spent[str(action)] = time.thread_time() - begin
 
     def _run(self, opened: Any, index: int, k: int) -> Sequence[Any]:
         begin = time.monotonic()
@@ -139,13 +148,16 @@ def measured(parts: Any, x: Tensor, target: Tensor, steps: int, sleeps: bool) ->
         units = schedule.units()
         for stage, forward in enumerate(schedule.forward(order, staged.seconds)):
             CLOCK.each[stage] = {kind: forward * units[kind] for kind in order.kinds}
-    found = []
+    found, alone = [], list[tuple[float, float]]()
     for _ in range(steps):
-        CLOCK.events = []
+        CLOCK.events, CLOCK.spent = [], {}
         dist.barrier()
         parts.step(x, target=target, loss_fn=loss)
         every: list[Any] = [None] * dist.get_world_size()
+        spent: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, CLOCK.events)
+        dist.all_gather_object(spent, CLOCK.spent)
+        alone.append(played(order, spent))
         begin = min(b for events in every for _, b, _ in events)
         end = max(e for events in every for _, _, e in events)
         busy = sum(e - b for events in every for _, b, e in events)
@@ -157,10 +169,18 @@ def measured(parts: Any, x: Tensor, target: Tensor, steps: int, sleeps: bool) ->
         "pieces": len(staged.rows) or 1,
         "predicted": schedule.seconds(order, schedule.forward(order, staged.seconds)),
         "seconds": seconds,
+        "alone": sorted(alone)[len(alone) // 2],
         "bubble": bubble,
         "planned": staged.bubble,
         "events": events,
     }
+
+
+def played(order: Schedule, spent: Sequence[dict[str, float]]) -> tuple[float, float]:
+    """Seconds and bubble of a step whose actions take the CPU seconds they took, on cores of their own."""
+    cpu = {name: seconds for each in spent for name, seconds in each.items()}
+    seconds = schedule.play(order, lambda action: cpu[str(action)]).seconds
+    return seconds, 1 - sum(cpu.values()) / (seconds * len(order.places))
 
 
 def sleeping(out: str, steps: int) -> None:
@@ -185,29 +205,44 @@ def sleeping(out: str, steps: int) -> None:
 
 
 def real(out: str, steps: int) -> None:
-    """Two stages of one thread each, for the speed of one process."""
+    """Two stages of one thread each, for the rates of a core."""
     torch.set_num_threads(1)
     runtime.Run = Timed  # type: ignore[misc]
     width = 1024
     model, x, target = layers(8, False, width), torch.randn(512, width), torch.randn(512, width)
     dist.barrier()
-    begin = [time.perf_counter()]
-    for _ in range(steps):
-        loss(model(x), target).backward()
-        begin.append(time.perf_counter())
-    alone = torch.tensor(statistics.median(b - a for a, b in zip(begin, begin[1:], strict=False)))
-    dist.all_reduce(alone)
-    flops = 3 * 2 * 512 * width * width * 8 / (float(alone) / dist.get_world_size())
+    machine = replace(Cluster.parse("loopback[2]"), device=core())
     rows = []
     for name, pieces in CANDIDATES:
         parts = plait.compile(
-            model, (x,), tp=1, pp=2, training=True, cluster=cluster(2, flops), measure=False,
+            model, (x,), tp=1, pp=2, training=True, cluster=machine, measure=False,
             micro_batches=pieces, schedule=name, recompute="off",
         )  # fmt: skip
         row = measured(parts, x, target, steps, False)
         rows.append(row | {"layers": "real", "asked": name})
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows))
+
+
+def core() -> Device:
+    """A core by the CPU seconds of a matmul and of a pass over memory; the mean of all ranks."""
+    big = torch.rand(2**24)
+    sums, square = torch.empty_like(big), torch.rand(SQUARE, SQUARE)
+    stream = cpu_seconds(lambda: torch.add(big, 1.0, out=sums))
+    both = torch.tensor([stream, cpu_seconds(lambda: square @ square)])
+    dist.all_reduce(both)
+    stream, matmul = (both / dist.get_world_size()).tolist()
+    return device_of({torch.float32: matmul}, 2 * big.nbytes / stream, 1)
+
+
+def cpu_seconds(run: Callable[[], object], times: int = 15) -> float:
+    run()
+    found = []
+    for _ in range(times):
+        begin = time.thread_time()
+        run()
+        found.append(time.thread_time() - begin)
+    return statistics.median(found)
 
 
 # -- words ----------------------------------------------------------------------------------------------
@@ -312,7 +347,10 @@ def main() -> None:
         if asked.trace:
             Path(asked.trace).write_text(perfetto(rows))
     if asked.real:
-        lines += table("2 stages that compute, one thread each", rows_of(real, 2, asked.steps))
+        rows = rows_of(real, 2, asked.steps)
+        lines += table("2 stages that compute, one thread each", rows)
+        alone = [r | dict(zip(("seconds", "bubble"), r["alone"], strict=True)) for r in rows]
+        lines += table("The same by the CPU seconds of every action, played by the schedule", alone)
         told(lines, max(busy, os.getloadavg()[0]), asked.keep)
 
 

@@ -50,9 +50,9 @@ def check_file(option: str, path: Path | None) -> None:
         raise InputError(f"{option} {path}: {why}; it takes the name of a file")
 
 
-def check_processes(nproc: int, pp: int, algorithm: str) -> None:
+def check_processes(nproc: int, pp: int, dp: int, algorithm: str) -> None:
     """What all processes would refuse, said before they are started."""
-    Mesh.fitting("auto", pp, 1, nproc, "--nproc")
+    Mesh.fitting("auto", pp, dp, nproc, "--nproc")
     known = ("auto", "native", *names("all_reduce"), "hierarchical")
     if algorithm.partition("[")[0].partition("/")[0] not in known:
         raise InputError(f"--algorithm {algorithm}: it takes {', '.join(known)}")

@@ -40,6 +40,7 @@ Model = Annotated[
 ]
 Nproc = Annotated[int, typer.Option(help="local processes, one for each rank", min=1, max=512)]
 Pp = Annotated[int, typer.Option(help="stages of the pipeline; tensor parallelism takes the rest", min=1)]
+Replicas = Annotated[int, typer.Option("--dp", help="replicas, each with a batch of its own", min=1)]
 Algorithm = Annotated[str, typer.Option(help="of every collective: auto, native, ring, tree ...")]
 Cluster = Annotated[str, typer.Option(help="a preset, for example dgx-h100 or dgx-h100[2x8]")]
 Tp = Annotated[str, typer.Option(help="ranks of tensor parallelism, or auto")]
@@ -58,6 +59,7 @@ def run(
     prompt: Annotated[str | None, typer.Option(help="ask a language model")] = None,
     max_tokens: Annotated[int, typer.Option(help="of the answer, at most", min=1)] = 64,
     pp: Pp = 1,
+    dp: Replicas = 1,
     algorithm: Algorithm = "auto",
 ) -> None:
     """Split MODEL over local processes, answer a prompt or call it; compare with one process."""
@@ -65,11 +67,11 @@ def run(
     from plait.asked import check_processes
     from plait.runtime.processes import launch
 
-    check_processes(nproc, pp, algorithm)
+    check_processes(nproc, pp, dp, algorithm)
     found = models.resolve(model, say=_say)
     if prompt is not None:
         models.tokenizer(found)
-    launch(generate.run, nproc, generate.Request(found, prompt, max_tokens, algorithm, pp))
+    launch(generate.run, nproc, generate.Request(found, prompt, max_tokens, algorithm, pp, dp))
 
 
 @app.command()
@@ -145,6 +147,7 @@ def verify(
     batch: Batch = 2,
     length: Length = 13,
     pp: Pp = 1,
+    dp: Replicas = 1,
     algorithm: Algorithm = "auto",
 ) -> None:
     """Compare outputs and gradients with the unsharded model; exit code 1 where any differs."""
@@ -154,9 +157,9 @@ def verify(
     from plait.verify import Request
     from plait.verify import verify as work
 
-    check_processes(nproc, pp, algorithm)
+    check_processes(nproc, pp, dp, algorithm)
     found = models.resolve(model, say=_say)
-    launch(work, nproc, Request(found, not inference, batch, length, algorithm, pp))
+    launch(work, nproc, Request(found, not inference, batch, length, algorithm, pp, dp))
 
 
 @app.command()

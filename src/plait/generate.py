@@ -37,6 +37,7 @@ class Request:
     max_tokens: int
     algorithm: str
     pp: int = 1
+    dp: int = 1  # replicas: all of them answer the same
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def _compile(example: models.Example, request: Request) -> Compiled:
         weights=example.weights,
         algorithm=request.algorithm,
         pp=request.pp,
+        dp=request.dp,
     )
 
 

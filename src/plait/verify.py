@@ -49,6 +49,7 @@ class Request:
     length: int
     algorithm: str
     pp: int = 1
+    dp: int = 1
 
 
 def verify(request: Request) -> None:
@@ -81,15 +82,29 @@ def compare(request: Request) -> Iterator[Line]:
         training=request.training,
         algorithm=request.algorithm,
         pp=request.pp,
+        dp=request.dp,
     )
     with torch.set_grad_enabled(request.training):
-        ours = compiled(*example.args, **example.kwargs)
-        theirs = reference(*example.args, **example.kwargs)
-    yield from _outputs(ours, theirs)
+        for replica in range(request.dp):
+            args, kwargs = of_replica((example.args, example.kwargs), replica)
+            theirs = reference(*args, **kwargs)
+            if request.training:
+                torch.autograd.backward(loss(theirs) / request.dp)
+            if replica == compiled.replica:
+                ours = compiled(*args, **kwargs)
+                yield from _outputs(ours, theirs)
     if request.training:
         torch.autograd.backward(loss(ours))
-        torch.autograd.backward(loss(theirs))
         yield from _gradients(compiled.gradients(), reference)
+
+
+def of_replica(inputs: Any, replica: int) -> Any:
+    """A batch of its own for every replica: the same rows, from another one on."""
+
+    def rolled(x: Any) -> Any:
+        return x.roll(replica, 0) if isinstance(x, Tensor) and x.dim() and replica else x
+
+    return pytree.tree_map(rolled, inputs)
 
 
 def loss(outputs: Any) -> Tensor:

@@ -77,15 +77,16 @@ def data_dependent():
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "words"),
+    ("name", "dp", "code", "words"),
     [
-        ("f", 0, "5 compared on each of 2 ranks, 0 different"),
-        ("data_dependent", 1, "raised CaptureError"),
+        ("f", 1, 0, "5 compared on each of 2 ranks, 0 different"),
+        pytest.param("f", 2, 0, "5 compared on each of 2 ranks, 0 different", marks=pytest.mark.full),
+        ("data_dependent", 1, 1, "raised CaptureError"),
     ],
 )
-def test_verify_compares_or_says_why_not(tmp_path: Path, name: str, code: int, words: str) -> None:
+def test_verify_compares_or_says_why_not(tmp_path: Path, name: str, dp: int, code: int, words: str) -> None:
     (tmp_path / "verified.py").write_text(MODULE)
-    done = plait(tmp_path, "verify", f"verified:{name}", "--nproc", "2")
+    done = plait(tmp_path, "verify", f"verified:{name}", "--nproc", "2", "--dp", str(dp))
     assert done.returncode == code, done.stderr
     assert words in (done.stderr if code else done.stdout)
     assert "Traceback" not in done.stderr

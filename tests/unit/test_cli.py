@@ -108,6 +108,7 @@ def test_collectives_priced_drawn_and_tuned(
         ((*PLAN, "--save", "."), "--save .: is a folder"),
         (("plan", ":f", "--cluster", "dgx-h100"), "a function is spelled module:function"),
         (("verify", "climodel:f", "--nproc", "2", "--pp", "3"), "--nproc has 2"),
+        (("run", "climodel:f", "--nproc", "3", "--dp", "2"), "--nproc has 3"),
         (("run", "climodel:f", "--nproc", "2", "--algorithm", "fast"), "--algorithm fast: it takes auto, native"),
         (("bench", "--shape", "tiny", "--json", "no/x.json"), "--json no/x.json: is in no folder"),
         (("bench", "--shape", "tiny", "--dtype", "x"), "--dtype x: it takes"),

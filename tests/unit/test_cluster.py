@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from plait.cluster.units import parse_size, spell_rate, spell_seconds, spell_siz
 from plait.cost.bound import bound
 from plait.cost.compute import attention_seconds, kernel_seconds
 from plait.errors import ClusterError, InputError, PlaitError
+from plait.runtime.calibrate import SQUARE, device_of
 
 SPELLINGS = [
     "dgx-h100[8]",
@@ -216,6 +218,22 @@ def test_no_matmul_beats_the_roofline(m, n, k):
     for device in (BOXES["dgx-h100"].device, BOXES["loopback"].device):
         least = max(2 * m * n * k / device.peak("bfloat16"), 2 * m * n / device.bandwidth)
         assert device.matmul_seconds(m, n, k) >= least
+
+
+def test_a_core_fetches_and_multiplies_in_turn():
+    core, h100 = BOXES["loopback"].device, BOXES["dgx-h100"].device
+    few, many = (core.matmul_seconds(rows, 1024, 1024, "float32") for rows in (1, 513))
+    weights = core.memory_seconds(4 * 1024**2)
+    assert many == pytest.approx(513 * (few - weights) + weights, rel=1e-3)
+    assert kernel_seconds(core, 1e6, 1e6) > max(kernel_seconds(core, 1e6, 0), kernel_seconds(core, 0, 1e6))
+    assert kernel_seconds(h100, 1e6, 1e6) == max(kernel_seconds(h100, 1e6, 0), kernel_seconds(h100, 0, 1e6))
+
+
+def test_a_measured_core_takes_the_seconds_that_were_measured():
+    core = device_of({torch.float32: 0.024, torch.bfloat16: 0.014}, 19e9, 1)
+    for dtype, seconds in (("float32", 0.024), ("bfloat16", 0.014)):
+        assert core.matmul_seconds(SQUARE, SQUARE, SQUARE, dtype) == pytest.approx(seconds)
+    assert core.memory_seconds(19e9) == pytest.approx(1)
 
 
 def test_empty_work_is_free_and_dtypes_have_their_rates():

@@ -33,6 +33,8 @@ def f():
 class Split(nn.Module):
     """Stands for the compiled model: the model itself, with a fault put in."""
 
+    replica = 0
+
     def __init__(self, model: nn.Module, fault: str) -> None:
         super().__init__()
         self.model, self.fault = copy.deepcopy(model), fault
@@ -86,6 +88,14 @@ def test_a_fault_is_found_and_named(
             "gradient of spare.bias",
         }
     assert all(str(line).startswith("same" if line.same else "DIFFERENT") for line in lines)
+
+
+def test_replicas_have_rows_of_their_own() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    args = verify.of_replica(([x], {"mask": None, "scale": torch.tensor(2.0), "n": 3}), 1)
+    assert torch.equal(args[0][0], x[[2, 0, 1]])
+    assert args[1] == {"mask": None, "scale": torch.tensor(2.0), "n": 3}
+    assert verify.of_replica([x], 0)[0] is x
 
 
 def test_no_element_of_an_output_is_left_out_of_the_loss() -> None:

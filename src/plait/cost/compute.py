@@ -19,7 +19,7 @@ def kernel_seconds(device: Device, flops: float, nbytes: float, dtype: str = "bf
     if flops <= 0 and nbytes <= 0:
         return 0.0
     rate = device.peak(dtype) * max(tile.share for tile in device.tiles)
-    return device.launch + max(flops / rate, device.memory_seconds(nbytes))
+    return device.launch + device.busy(flops / rate, device.memory_seconds(nbytes))
 
 
 def attention_seconds(

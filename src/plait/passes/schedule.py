@@ -192,11 +192,16 @@ def forward(schedule: Schedule, each: Sequence[float], again: bool = False) -> l
 
 
 def run(schedule: Schedule, forward: Sequence[float], again: bool = False) -> Timed:
+    """`play` where actions of a kind take as long in every micro-batch."""
+    takes = units(again)
+    return play(schedule, lambda action: forward[action.stage] * takes[action.kind])
+
+
+def play(schedule: Schedule, seconds: Callable[[Action], float]) -> Timed:
     """Every place does its actions in order, each as soon as what it needs has ended.
 
     ScheduleError where that stops before the end, naming what every place waits for.
     """
-    takes = units(again)
     at, free = [0] * len(schedule.places), [0.0] * len(schedule.places)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
@@ -211,7 +216,7 @@ def run(schedule: Schedule, forward: Sequence[float], again: bool = False) -> Ti
                 if not all(n in end for n in needs):
                     break
                 start[action] = max([free[p], *(end[n] for n in needs)])
-                end[action] = free[p] = start[action] + forward[action.stage] * takes[action.kind]
+                end[action] = free[p] = start[action] + seconds(action)
                 opened[action.stage] += OPENS[action.kind]
                 most[action.stage] = max(most[action.stage], opened[action.stage])
                 at[p] += 1

@@ -216,6 +216,7 @@ def rates(cluster: Cluster, program: Program) -> Rates:
         device.peak(str(dtype)) * device.tiles[0].share,
         device.bandwidth * device.memory_share,
         device.launch,
+        device.kind == "cpu",
     )
 
 

@@ -1,6 +1,6 @@
 """Prices of the sharding program, in seconds: work by roofline, conversions by their collectives.
 
-node        max(flops x share / peak, bytes / bandwidth); a factor of 3 where gradients flow
+node        flops x share / peak or bytes / bandwidth, whichever is more; a factor of 3 where gradients flow
             (the backward of a matrix product is two of them)
 weight      a weight that stays whole costs memory on every rank: a penalty per byte, so that what
             can be split is split unless splitting costs more than it is worth
@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import fx
 
+from plait.cluster.device import busy
 from plait.passes.chains import reads, writes
 from plait.passes.norms import Norm
 from plait.plan.problem import Choice, Key, Problem
@@ -49,6 +50,11 @@ class Rates:
     flops: float
     bandwidth: float
     launch: float = 1e-6  # seconds
+    in_turn: bool = False  # it moves bytes and computes in turn: a core does both
+
+    def busy(self, flops: float, nbytes: float) -> float:
+        """Seconds of a kernel."""
+        return busy(flops / self.flops, nbytes / self.bandwidth, self.in_turn)
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class CostPrices:
         if writes(node, self.chained):
             for dims, dtype in zip(choice.results, choice.dtypes, strict=True):
                 nbytes += bytes_of(dims, dtype) * share_of(dims, strategy)
-        return max(flops / self.rates.flops, nbytes / self.rates.bandwidth)
+        return self.rates.busy(flops, nbytes)
 
     def fused(self, choice: Choice, strategy: Strategy) -> bool:
         """Whether it is the inside of a norm that runs as one kernel: whose statistic is not split."""

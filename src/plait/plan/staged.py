@@ -97,7 +97,7 @@ def _plan(
     laid = planner.lay(first, options, fixed)
     planned = planner.make(first, options, laid=laid)
     work = laid.whole
-    line = work.line(1.0, planner.collective(options))
+    line = work.line(1.0, planner.collective(options), pieces)
     order = schedule.make(name, wish.pp, pieces, program.training)
     if best.recompute == "full":
         line = recomputed(line, float(schedule.owed(order)) or None)

@@ -33,17 +33,18 @@ class Group:
     collective: Collective
     lines: dict[tuple[object, ...], Line] = field(default_factory=dict)
 
-    def line(self, share: float) -> Line:
-        """Of a micro-batch."""
-        if (share,) not in self.lines:
-            self.lines[share,] = self.work.line(share, self.collective)
-        return self.lines[share,]
+    def line(self, share: float, pieces: int) -> Line:
+        """Of one of so many micro-batches, with a share of the batch."""
+        if (share, pieces) not in self.lines:
+            self.lines[share, pieces] = self.work.line(share, self.collective, pieces)
+        return self.lines[share, pieces]
 
-    def again(self, share: float, owed: int) -> Line:
+    def again(self, share: float, pieces: int, owed: int) -> Line:
         """The same where activations are recomputed; `owed`: see passes/schedule.py."""
-        if (share, owed) not in self.lines:
-            self.lines[share, owed] = recomputed(self.line(share), float(owed) if owed else None)
-        return self.lines[share, owed]
+        if (share, pieces, owed) not in self.lines:
+            whole = float(owed) if owed else None
+            self.lines[share, pieces, owed] = recomputed(self.line(share, pieces), whole)
+        return self.lines[share, pieces, owed]
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ class Way:
     def line(self) -> Line:
         """Of a micro-batch."""
         if self.recompute == "off":
-            return self.group.line(self.share)
-        return self.group.again(self.share, schedule.owed(self.order))
+            return self.group.line(self.share, self.pieces)
+        return self.group.again(self.share, self.pieces, schedule.owed(self.order))
 
     def least(self, latency: bool) -> float:
         """Seconds that no cut goes below: of a call, or between results of calls that follow one another."""

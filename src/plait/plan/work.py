@@ -5,6 +5,7 @@ grow with x and some do not (weights are read whole for every micro-batch), so o
 batch prices every number of micro-batches:
 
     seconds(x) = passes * (max(flops(x) / rate, bytes(x) / bandwidth) + launch) + collectives(x)
+               + (1 - 1 / M) * 3 * gradients / bandwidth     M micro-batches: all but one add to the weights' gradients
 
 What is kept for the backward follows from the equations too: an operator that is linear in all its
 operands together (an addition, a view) keeps nothing, every other one its operands, once each.
@@ -36,6 +37,7 @@ LIGHT = 2**20  # bytes of a value that every stage makes again rather than recei
 # What training holds of a trained weight beside itself: its gradient and the two averages of
 # torch.optim.AdamW, all of the weight's own dtype.
 STATES = 3.0
+ADDS = 3.0  # times that bytes move where a sum is added to: two are read, one is written
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,12 @@ class Step:
     value: Amount  # bytes of its result, which may cross a cut; a tuple's are counted by its parts
     size: Amount  # bytes of memory that its result takes: none where it is a view of another
     kept: Amount  # bytes kept for the backward
+    added: float = 0.0  # bytes of weights' gradients, to which every micro-batch but one is added
 
-    def compute(self, share: float, rates: Rates) -> float:
-        busy = max(self.flops(share) / rates.flops, self.nbytes(share) / rates.bandwidth)
-        return self.passes * busy + self.launches * rates.launch
+    def compute(self, share: float, rates: Rates, pieces: int = 1) -> float:
+        busy = rates.busy(self.flops(share), self.nbytes(share))
+        adding = ADDS * self.added * (1 - 1 / pieces) / rates.bandwidth
+        return self.passes * busy + adding + self.launches * rates.launch
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,8 @@ class Work:
     results: Amount  # bytes of the whole outputs
     moves: bool  # whether the batch can be cut
 
-    def compute(self, share: float) -> list[float]:
-        return [step.compute(share, self.rates) for step in self.steps]
+    def compute(self, share: float, pieces: int = 1) -> list[float]:
+        return [step.compute(share, self.rates, pieces) for step in self.steps]
 
     def times(self) -> tuple[tuple[str, float, float], ...]:
         """Of the whole batch: every operator that takes time, its seconds forward and backward."""
@@ -106,9 +110,9 @@ class Work:
         """Seconds of the collectives before every operator."""
         return [sum(collective(kind, n(share)) for kind, n in s.transfers) for s in self.steps]
 
-    def line(self, share: float, collective: Collective) -> Line:
-        """What the cut sees of a micro-batch with a share of the batch."""
-        seconds = self.compute(share)
+    def line(self, share: float, collective: Collective, pieces: int = 1) -> Line:
+        """What the cut sees of one of so many micro-batches, with a share of the batch."""
+        seconds = self.compute(share, pieces)
         light = set(self.light)
         items = tuple(
             Item(
@@ -172,7 +176,7 @@ def work(
         max([at[u] for u in n.users if u in at and u not in light], default=-1) for n in nodes
     )
     return Work(
-        tuple(counter.step(n, kept.get(n, Amount())) for n in nodes),
+        tuple(counter.step(n, kept.get(n, Amount()), trained) for n in nodes),
         rates,
         {n: b + STATES * trained.get(n, 0.0) for n, b in held.items()},
         trained,
@@ -199,7 +203,7 @@ class _Counter:
         layout = self.batch.layouts.get(node) if self.batch is not None else None
         return layout is not None and layout.kind == "shard"
 
-    def step(self, node: fx.Node, kept: Amount) -> Step:
+    def step(self, node: fx.Node, kept: Amount, trained: Mapping[str, float]) -> Step:
         choice = self.problem.choices.get(node)
         if choice is None or choice.access is None:
             return Step(node, Amount(), Amount(), 0.0, 0.0, (), Amount(), Amount(), Amount())
@@ -216,6 +220,7 @@ class _Counter:
             value if len(choice.results) == 1 else Amount(),
             Amount() if view else value,
             kept,
+            sum(trained.get(x.name, 0.0) for x in node.all_input_nodes),
         )
 
     def held(self, weight: str) -> float:

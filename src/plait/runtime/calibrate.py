@@ -19,7 +19,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -49,6 +49,7 @@ from plait.runtime.processes import launch, world
 Say = Callable[[str], None]
 Floats = NDArray[np.float64]
 
+SQUARE = 1024  # rows and columns of the matmuls by which a device is rated
 SIZES = tuple(4**k for k in range(5, 13))  # 1 KiB to 16 MiB
 METHOD = "gloo between processes of one host, float32, median over rounds of the slowest rank"
 
@@ -113,19 +114,27 @@ def _tables(rows: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
 
 def measured_device() -> Device:
     """This CPU as one process has it: rates of matmuls and of memory."""
-    threads = torch.get_num_threads()
-    rates = []
-    for dtype in (torch.float32, torch.bfloat16):
-        seconds = _best(_square(torch.rand(1024, 1024).to(dtype)))
-        rates.append((str(dtype).removeprefix("torch."), 2 * 1024**3 / seconds))
     big = torch.rand(2**24)
     sums = torch.empty_like(big)  # fresh pages would be measured instead
-    moved = 2 * 4 * 2**24 / _best(lambda: torch.add(big, 1.0, out=sums))
+    rate = 2 * 4 * 2**24 / _best(lambda: torch.add(big, 1.0, out=sums))
+    squares = {
+        dtype: _best(_square(torch.rand(SQUARE, SQUARE).to(dtype)))
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    return device_of(squares, rate, torch.get_num_threads())
+
+
+def device_of(squares: Mapping[torch.dtype, float], rate: float, threads: int) -> Device:
+    """The CPU on which a matmul of `SQUARE` takes these seconds, and bytes move at this rate in long streams."""
     base = make("loopback").device
+    flops = {
+        dtype: 2 * SQUARE**3 / (seconds - 3 * SQUARE**2 * dtype.itemsize / rate)
+        for dtype, seconds in squares.items()
+    }
     return replace(
         base,
-        flops=tuple(rates),
-        bandwidth=moved / base.memory_share,
+        flops=tuple((str(t).removeprefix("torch."), f / base.tiles[0].share) for t, f in flops.items()),
+        bandwidth=rate / base.memory_share,
         name=f"cpu, {threads} threads",
     )
 
