@@ -90,3 +90,14 @@ def test_verify_compares_or_says_why_not(tmp_path: Path, name: str, dp: int, cod
     assert done.returncode == code, done.stderr
     assert words in (done.stderr if code else done.stdout)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_run_as_they_stand(name: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(ROOT / "examples" / name)], capture_output=True, text=True, env=IMPORTS, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
