@@ -15,6 +15,7 @@ import torch
 from plait.cluster.device import Device
 from plait.passes.overlap.flow import Flow
 from plait.passes.pack import Names, Pack, find
+from plait.plan.direct import PIECE
 from plait.rules.equation import Factor
 
 GAIN = 1.02  # less is within what libraries' choices of kernels differ by
@@ -23,7 +24,7 @@ VIEW = 0.5  # of a launch: what the host takes for a view of a product
 
 @dataclass(frozen=True)
 class Clock:
-    """`pieces`: in how many a matmul's rows come; `graphed`: nothing is launched from the host."""
+    """`pieces`: in how many the rows come of a matmul that is long enough; `graphed`: no host launches."""
 
     device: Device
     pieces: int = 1
@@ -40,8 +41,8 @@ class Clock:
         return seconds + (0.0 if self.graphed else VIEW * len(columns) * device.launch)
 
     def _matmul(self, rows: int, inner: int, columns: int, dtype: torch.dtype, grad: bool) -> float:
-        piece = -(-rows // self.pieces)
-        seconds = self.pieces * self._one(piece, columns, inner, dtype)
+        pieces = self.pieces if rows >= self.pieces * PIECE else 1
+        seconds = pieces * self._one(-(-rows // pieces), columns, inner, dtype)
         if grad:  # of the input, and of the weight
             seconds += self._one(rows, inner, columns, dtype) + self._one(columns, inner, rows, dtype)
         return seconds

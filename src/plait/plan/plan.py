@@ -309,10 +309,15 @@ def program_digest(program: Program) -> str:
         digest.update(
             f"{weight.names} {weight.shape} {weight.dtype} {weight.requires_grad}".encode()
         )
-    for name, tensor in program.constants.items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_contents(tensor)}".encode())
+    for line in constants(program):
+        digest.update(line.encode())
     digest.update(str(program.training).encode())
     return digest.hexdigest()[:16]
+
+
+def constants(program: Program) -> list[str]:
+    """A line for each: name, shape, dtype and a checksum of its values."""
+    return [f"{n} {tuple(t.shape)} {t.dtype} {_contents(t)}" for n, t in program.constants.items()]
 
 
 def _contents(tensor: Tensor) -> str:
