@@ -100,6 +100,7 @@ def added_matmul(out: str, factors: str) -> Rule:
         text = f"self[{term}] {factors} -> [{out}]"
         return Equation(text, sum="i", added="self", carry=first)(d, node)
 
+    rule.__doc__ = f"self[* or less] {factors} -> [{out}]   i sum, self added once"
     return rule
 
 
@@ -352,6 +353,7 @@ def windows(spatial: int) -> Rule:
             letters += [Letter(f, "whole", "windows span it") for f in dims[lead:]]
         return Access((operand,), results, tuple(letters))
 
+    rule.__doc__ = f"`* {spatial}l -> * {spatial}m`: windows of the last {spatial}, which are whole and new"
     return rule
 
 
