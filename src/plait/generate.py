@@ -23,7 +23,6 @@ from plait import models
 from plait.api import compile as compile_model
 from plait.report.tables import Outcome, run_table, show
 from plait.runtime.compiled import Compiled
-from plait.verify import close
 
 REPEATS = 5  # calls of which the median time counts
 
@@ -223,7 +222,7 @@ def _compare(ours: Any, theirs: Any) -> tuple[float, bool]:
     worst, fits = 0.0, True
     for a, b in zip(_tensors(ours), _tensors(theirs), strict=True):
         worst = max(worst, float((a.double() - b.double()).abs().max()) if a.numel() else 0.0)
-        fits = fits and close(a.double(), b.double())
+        fits = fits and models.close(a.double(), b.double())
     return worst, fits
 
 

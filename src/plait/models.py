@@ -30,6 +30,8 @@ from plait.capture.refuse import told, user_line
 from plait.errors import InputError
 from plait.runtime.checkpoint import Checkpoint
 
+RTOL, ATOL = 1e-4, 1e-5  # of results in fp32
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -113,6 +115,13 @@ def whole(resolved: Resolved) -> nn.Module:
     for name in set(source.specs) & dict(model.named_buffers()).keys():
         model.get_buffer(name).copy_(source.read(name))
     return model.eval()
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `a` is the unsharded model's `b`, but for rounding: what is small beside large values is made
+    of sums of such."""
+    largest = b.abs().nan_to_num(0.0, 0.0).max() if b.numel() else torch.zeros(())
+    return torch.allclose(a, b, RTOL, ATOL * max(1.0, float(largest)), equal_nan=True)
 
 
 def tokenizer(resolved: Resolved) -> Any:

@@ -19,8 +19,6 @@ from torch.utils import _pytree as pytree
 from plait import models
 from plait.api import compile as compile_model
 
-RTOL, ATOL = 1e-4, 1e-5  # fp32; the latter of the largest element of what is compared, or of 1
-
 
 @dataclass(frozen=True)
 class Line:
@@ -140,13 +138,8 @@ def _line(name: str, a: Tensor, b: Tensor) -> Line:
         return Line(name, False, float("inf"), note)
     a, b = a.detach().double(), b.detach().double()
     difference = float((a - b).abs().max()) if b.numel() else 0.0
-    return Line(name, close(a, b), difference)
+    return Line(name, models.close(a, b), difference)
 
-
-def close(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding: what is small beside large values is made of sums of such."""
-    largest = b.abs().nan_to_num(0.0, 0.0).max() if b.numel() else torch.zeros(())
-    return torch.allclose(a, b, RTOL, ATOL * max(1.0, float(largest)), equal_nan=True)
 
 
 def _named(outputs: Any) -> Iterator[tuple[str, Tensor]]:

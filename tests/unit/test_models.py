@@ -164,7 +164,7 @@ def test_a_function_gives_the_model_and_its_inputs(module: str, name: str) -> No
         ("./nowhere", "no such file or folder, and not smollm2, a hub id"),
         ("nomodule:f", "there is no module 'nomodule'"),
         ("usermodels:f", "module 'usermodels' has no 'f'"),
-        ("usermodels:number", "is a int, not a function"),
+        ("usermodels:number", "is of type int, and no function"),
     ],
 )
 def test_what_is_not_found_is_said(module: str, name: str, words: str) -> None:

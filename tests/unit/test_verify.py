@@ -100,11 +100,11 @@ def test_replicas_have_rows_of_their_own() -> None:
 
 def test_what_is_small_beside_large_values_may_be_rounded_as_they_are() -> None:
     want = torch.tensor([40.0, 1e-3, -7.0])
-    assert verify.close(want + torch.tensor([0.0, 3e-5, 0.0]), want)
-    assert not verify.close(want + torch.tensor([0.0, 3e-3, 0.0]), want)
-    assert not verify.close(want / 20 + torch.tensor([0.0, 3e-5, 0.0]), want / 20)
-    assert not verify.close(torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0]))
-    assert verify.close(torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 1.0]))
+    assert models.close(want + torch.tensor([0.0, 3e-5, 0.0]), want)
+    assert not models.close(want + torch.tensor([0.0, 3e-3, 0.0]), want)
+    assert not models.close(want / 20 + torch.tensor([0.0, 3e-5, 0.0]), want / 20)
+    assert not models.close(torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0]))
+    assert models.close(torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 1.0]))
 
 
 def test_no_element_of_an_output_is_left_out_of_the_loss() -> None:
