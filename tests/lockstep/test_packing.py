@@ -210,14 +210,15 @@ def decoder(width: int, inner: int, rows: int, dtype: torch.dtype) -> Program:
 
 
 def test_packs_are_decided_by_price() -> None:
-    """By the last waves of tiles on 132 units; cores that add one after another have no waves."""
+    """By the last waves of tiles on 132 units; a core has no waves, and gains where reading x is much of the work."""
     gpus = Cluster.of("dgx-h200").subset(range(2))
     many = planner.make(decoder(8192, 7168, 8192, torch.bfloat16), planner.Options(2, gpus)).plan
     assert sorted(map(len, many.packed)) == [2, 3]
     full = planner.make(decoder(8192, 7168, 16384, torch.bfloat16), planner.Options(2, gpus)).plan
     assert not full.packed, "waves are full without"
     cores = planner.Options(2, Cluster.of("loopback").subset(range(2)))
-    assert not planner.make(decoder(2048, 2048, 256, torch.float32), cores).plan.packed
+    on_cores = planner.make(decoder(2048, 2048, 256, torch.float32), cores).plan
+    assert not any("gate" in name or "q_proj" in name for pack in on_cores.packed for name in pack)
 
 
 def test_one_gather_feeds_one_matmul() -> None:

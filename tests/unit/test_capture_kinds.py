@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import plait
 from plait.capture import capture
+from plait.capture.trial import Kind, Trial
 from plait.errors import CaptureError
 from plait.program import Program, run_whole
 from tests.cases.blocks import Net, linear
@@ -257,3 +259,39 @@ def test_one_tensor_given_twice_is_two_inputs() -> None:
     assert all(n.users for n in program.graph.nodes if n.op == "placeholder")
     parts = plait.compile(Minus(), (x, x), tp=1)
     assert torch.equal(parts(x, y), x.sin() - y.cos())
+
+
+# -- blocks that are the same ----------------------------------------------------------------------------
+
+
+class Caught(nn.Module):
+    """Holds its frame, and what it made, in a cycle until garbage is collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).relu()
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept = [error]
+            kept.append(kept)  # type: ignore[arg-type]
+        return self.down(y)  # type: ignore[no-any-return]
+
+
+def test_a_collection_in_another_thread_changes_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one runs, `gc.collect()` does nothing: one rank would see tensors that its peers do not."""
+    collect, busy, found = gc.collect, iter([True]), []
+    leaks = Trial._leaks
+
+    def seen(trial: Trial, kind: Kind) -> bool:
+        found.append(leaks(trial, kind))
+        return found[-1]
+
+    monkeypatch.setattr(gc, "collect", lambda: 0 if next(busy, False) else collect())
+    monkeypatch.setattr(Trial, "_leaks", seen)
+    capture(nn.Sequential(*(Caught() for _ in range(6))).eval(), (torch.randn(2, 4),))
+    assert found == [False]
+    assert not next(busy, False), "nothing was held in a cycle"

@@ -150,7 +150,10 @@ def measure(
     want: torch.Tensor | None = None
     for row in rows:
         fresh()
-        got = _output(row)
+        try:
+            got = _output(row)
+        except Exception as cause:
+            raise RuntimeError(f"the row {row.name!r} ended with {type(cause).__name__}: {cause}") from cause
         if want is None:
             want = got
         finite = bool(got.isfinite().all())

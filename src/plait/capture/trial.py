@@ -21,6 +21,7 @@ place, kept for later, taken from outside. Such blocks are exported in full.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ PLAIN = {
     bool, int, float, complex, str, type(None),
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 }  # fmt: skip
+WAITS = (0.0, 0.01, 0.1)  # seconds between looks at what is still alive
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -302,8 +304,13 @@ class Trial(TorchFunctionMode):
             step = stack.pop()
             step.result = None
             stack.extend(step.after.values())
-        if any(ref() is not None for ref in alive):
-            gc.collect()  # an exception caught inside holds its frames in a cycle
+        for wait in WAITS:
+            if not any(ref() is not None for ref in alive):
+                return False
+            # An exception caught inside holds its frames in a cycle. While another thread collects, this does
+            # nothing, and what is seen alive then would make this rank's program another than its peers'.
+            gc.collect()
+            time.sleep(wait)
         return any(ref() is not None for ref in alive)
 
 
