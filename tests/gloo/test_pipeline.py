@@ -165,7 +165,7 @@ def refused(group: Any, what: str) -> None:
     [
         ("last", "outputs='last' leaves the other stages nothing to call backward on"),
         ("no loss", "needs a model that returns its loss as `loss`"),
-        ("rows", "gives a tensor of [7]; step takes a loss of one element"),
+        ("rows", "gives a tensor of [7]; step takes a loss of one real element"),
         ("training", "compile with training=True"),
     ],
 )

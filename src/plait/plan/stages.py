@@ -204,8 +204,8 @@ def cut(
     n, legal = len(line.items), line.legal
     if stages > int(legal.sum()) - 1:
         raise PlanError(
-            f"pp={stages}: the model has {n} operators that can be cut apart at "
-            f"{int(legal.sum()) - 2} places; at most pp={max(1, int(legal.sum()) - 1)}"
+            f"{stages} stages: the model has {n} operators that can be cut apart at "
+            f"{int(legal.sum()) - 2} places, into at most {max(1, int(legal.sum()) - 1)} stages"
         )
     live = line.live
     cost = live * byte_seconds + np.where(live > 0, send_seconds, 0.0)
