@@ -261,13 +261,17 @@ def test_a_bucket_of_gradients_has_room_beside_every_stage() -> None:
     assert len(firsts) > 1
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("stages", "names"), [(2, {"gpipe", "1f1b", "zero-bubble"}), (4, {"interleaved"})])
-def test_weights_at_home_leave_the_schedules_of_as_many_stages(stages: int, names: set[str]) -> None:
-    what, machine = program(512, 2048, 2, 4, 256, True), Cluster.of("dgx-h100[2]")
+def test_weights_at_home_leave_the_schedules_of_as_many_stages(
+    stages: int, names: set[str], training: bool
+) -> None:
+    what, machine = program(512, 2048, 2, 4, 256, training), Cluster.of("dgx-h100[2]")
     homes = [frozenset(w.node for w in what.weights)] * stages
     options = planner.Options(1, machine, overlap="off")
     made = staged.make(what, options, staged.Wish(2, machine, 2), homes=homes)
     assert made.staged.schedule in names
+    assert len(made.staged.seconds) == stages
 
 
 def _winners(what: Program, machine: Cluster, options: dict[str, object]) -> list[Candidate]:

@@ -61,6 +61,7 @@ class Ask:
     recompute: tuple[str, ...] = ("off",)
     outputs: str = "all"
     joined: Joined | None = None  # the program is of these replicas' batches together
+    stages: int | None = None  # so many, since weights are at home in them
 
 
 @dataclass(frozen=True)
@@ -196,13 +197,21 @@ class _Search:
 
     def _ways(self, mesh: Mesh) -> Iterator[Way]:
         several = min(mesh.pp, mesh.dp) > 1
-        names = self.ask.schedules[: None if mesh.pp > 1 else 1]  # one stage runs alike by all
         for order in self.ask.orders if several else self.ask.orders[:1]:
             placement = Placement(self.ask.cluster, mesh, order)
             for pieces in self._counts(mesh):
-                for name in names if self.program.training else ("gpipe",):
+                for name in self._names(mesh):
                     for recompute in self.ask.recompute if self.program.training else ("off",):
                         yield self._way(placement, pieces, name, recompute)
+
+    def _names(self, mesh: Mesh) -> tuple[str, ...]:
+        """One stage runs alike by all schedules, and forwards alone by all of as many stages."""
+        training, stages = self.program.training, self.ask.stages
+        names = self.ask.schedules if training else ("gpipe",)
+        if stages is not None:
+            known = names if training else tuple(schedule.SCHEDULES)
+            names = tuple(n for n in known if schedule.STAGES_A_PLACE[n] * mesh.pp == stages)
+        return names if training and mesh.pp > 1 else names[:1]
 
     def _way(self, placement: Placement, pieces: int, name: str, recompute: str) -> Way:
         group = self._group(placement)

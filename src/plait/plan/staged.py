@@ -202,14 +202,12 @@ def _choice(
     """The joint choice that led here, or the choice of micro-batches and schedule alone; of the schedules
     with so many `stages` where weights are at home in them."""
     known = joint.allowed(wish.schedule)
-    if stages is not None:
-        known = tuple(n for n in known if schedule.STAGES_A_PLACE[n] * wish.pp == stages)
     if options.choice is not None and options.choice.program == program_digest(program):
         return options.choice
     mesh = Mesh(options.tp, wish.pp, wish.dp)
     ask = joint.Ask(
         (mesh,), _machine(wish.cluster, mesh), options, wish.micro_batches, known,
-        orders=(wish.order,), recompute=joint.recompute(wish.recompute), joined=wish.joined,
+        orders=(wish.order,), recompute=joint.recompute(wish.recompute), joined=wish.joined, stages=stages,
     )  # fmt: skip
     return joint.search(program, ask, d).choice
 
