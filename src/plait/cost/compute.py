@@ -1,6 +1,6 @@
 """The price of compute: a device's clock (cluster/device.py) applied to kernels.
 
-kernel     max(flops at the tile's share of peak, bytes at the memory's share)  + launch
+kernel     max(flops at the tile's share of peak, bytes at the memory's share)  + launch; on a CPU their sum
 matmul     the same in whole waves of tiles: Device.matmul_seconds
 attention  two matmuls a pair of blocks, half of the pairs when causal; scores stay on the chip
 """
