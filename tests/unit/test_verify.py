@@ -107,6 +107,16 @@ def test_what_is_small_beside_large_values_may_be_rounded_as_they_are() -> None:
     assert models.close(torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 1.0]))
 
 
+def test_what_one_process_loses_to_rounding_may_be_lost() -> None:
+    exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    theirs = exact + torch.tensor([1e-3, 0.0])
+    near, far = (exact - torch.tensor([0.0, error]) for error in (2e-3, 2e-2))
+    found = [verify._line("w", a, theirs, exact) for a in (near, far)]
+    assert [line.same for line in found] == [True, False]
+    assert all(line.note == "one process is 1.0e-03 from float64" for line in found)
+    assert not verify._line("w", near, theirs).same, "nothing is known of the noise"
+
+
 def test_no_element_of_an_output_is_left_out_of_the_loss() -> None:
     x = torch.randn(5, 7, requires_grad=True)
     verify.loss({"a": x, "b": [x * 2]}).backward()
