@@ -110,7 +110,7 @@ def loop(places: int, stages: int, pieces: int) -> Schedule:
 
 def _passes(place: int, places: int, stages: int, pieces: int) -> tuple[list[Action], list[Action]]:
     """All forwards and all backwards of a place: micro-batches go in groups of `places`, each group
-    through the place's stages in turn. A last group that is not full is filled up with pieces that are not."""
+    through the place's stages in turn. A last group is full too, with pieces that there are not."""
     rounds, depth = -(-pieces // places), stages // places
     group = [(turn, k) for turn in range(depth) for k in range(places)]
     order = [(turn, r * places + k) for r in range(rounds) for turn, k in group]
@@ -155,7 +155,7 @@ def _apart(stage: int, pieces: int, ahead: int) -> tuple[Action, ...]:
 
 
 def _interleaved(places: int, stages: int, pieces: int) -> Schedule:
-    """Megatron-LM's. Of a last group that is not full, the actions that are not are left out."""
+    """Megatron-LM's. Of a last group, actions of pieces that there are not are left out."""
     depth = stages // places
     lines = []
     for p in range(places):
