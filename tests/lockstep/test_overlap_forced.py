@@ -49,9 +49,10 @@ def left_whole(planned: Planned, n: int, count: int) -> Iterator[str]:
 
 
 def _in_the_way(planned: Planned, region: Region) -> bool:
-    keys = {e.key for e in region.sites}
-    near = [r for r in planned.chosen if r.members & region.members or keys & {e.key for e in r.sites}]
-    return bool(near) or arranged(planned.program.graph, [*planned.chosen, region]) is None
+    """Of nodes in chunks of another factor, or all of whose moves others do in chunks, or in a circle."""
+    taken = [r.members for r in planned.chosen if r.members & region.members]
+    moved = {key for r in planned.chosen for key in r.keys}
+    return bool(taken) or region.keys <= moved or arranged(planned.program.graph, [*planned.chosen, region]) is None
 
 
 def prove(planned: Planned, setup: Setup, n: int, train: bool, want: Run, close: Close) -> None:

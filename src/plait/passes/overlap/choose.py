@@ -83,7 +83,7 @@ def choose(
         return {c.region: c.form for c in apart}, best
     chosen: dict[Region, Form] = {}
     for c in ranked:
-        if _fits(flow, chosen, c.region):
+        if not _touches(c.region, chosen) and _apart(flow, chosen, c.region):
             chosen[c.region] = c.form
     return chosen, best
 
@@ -99,7 +99,8 @@ def _forced(
         form = next((f for f in region.forms([count]) if f.kind != "blocks"), None)
         if form is None:
             continue
-        if _fits(flow, chosen, region):
+        moved = {key for other in chosen for key in other.keys}  # by whichever of two regions comes first
+        if not region.keys <= moved and _apart(flow, chosen, region):
             chosen[region] = form
         alike = signature(flow, region)
         if alike not in known:
@@ -108,12 +109,11 @@ def _forced(
     return chosen, weighed
 
 
-def _fits(flow: Flow, chosen: Iterable[Region], region: Region) -> bool:
+def _apart(flow: Flow, chosen: Iterable[Region], region: Region) -> bool:
+    """Whether all stand in one piece each, without a node in common."""
     taken = list(chosen)
-    return (
-        not _touches(region, taken)
-        and arranged(flow.program.graph, [*taken, region]) is not None
-    )
+    alone = not any(region.members & r.members for r in taken)
+    return alone and arranged(flow.program.graph, [*taken, region]) is not None
 
 
 def _touches(region: Region, others: Iterable[Region]) -> bool:

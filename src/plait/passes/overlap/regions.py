@@ -243,6 +243,8 @@ def region(flow: Flow, f: Factor, n: int, nodes: list[fx.Node]) -> Region | None
     sends = [e for e in touching if e.collectives and cut.dim(e.dims) is not None]
     sites = [e for e in sends if _in_chunks(e, members, cut)]
     splits = {s for e in sites for s in (e.have.split, e.need.split) if s is not None and s.touches(f)}
+    if any(min(s.sizes(f)) < 2 for s in splits):  # moves of single rows stay whole
+        sites, splits = [e for e in sites if not _of(e, f)], set()
     if not sites or len(splits) > 1:
         return None
     split = next(iter(splits), None)
