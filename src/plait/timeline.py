@@ -72,6 +72,21 @@ class Timeline:
         """Seconds in which at least one of the lanes runs something."""
         return _length(_union((e.begin, e.end) for e in self.events if e.lane in lanes))
 
+    def gantt(self, width: int = 96) -> str:
+        """A row a lane, time from left to right; an event's name where there is room for it."""
+        scale = width / self.end if self.end > 0 else 0.0
+        label = max(map(len, self.lanes), default=0)
+        rows = []
+        for lane in self.lanes:
+            row = ["."] * width
+            for e in self.on(lane):
+                lo = min(width - 1, round(e.begin * scale))
+                hi = max(lo + 1, round(e.end * scale))
+                text = e.name if len(e.name) < hi - lo else ""
+                row[lo:hi] = text.ljust(hi - lo, "=")[: width - lo]
+            rows.append(f"{lane:>{label}} |{''.join(row)}|")
+        return "\n".join([*rows, f"{'':>{label}}  0{f'{self.end * 1e3:.3f} ms':>{width - 1}}"])
+
     def exposed(self, lane: str, under: Sequence[str]) -> float:
         """Seconds in which the lane runs and none of `under` does: transfers that nothing hides."""
         return self.busy(lane, *under) - self.busy(*under)

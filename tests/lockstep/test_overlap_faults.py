@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -117,6 +118,13 @@ def without_a_wait(s: Schedule) -> Iterator[Schedule]:
             yield replace(s, items=s.items[:i] + s.items[i + 1 :])
 
 
+def recorded_early(s: Schedule) -> Iterator[Schedule]:
+    """An event in front of the launch that it stood behind."""
+    for i, (a, b) in enumerate(pairwise(s.items)):
+        if isinstance(a, Launch) and isinstance(b, Record) and a.stream == b.stream:
+            yield replace(s, items=(*s.items[:i], b, a, *s.items[i + 2 :]))
+
+
 def slots_reused(s: Schedule) -> Iterator[Schedule]:
     """Every pair of moved values put into one slot, the second in that of the first."""
     values = [x.writes[0] for x in s.launches if x.stream == COMM]
@@ -146,6 +154,17 @@ def test_dropped_waits_and_slots_used_early(name: str, count: int) -> None:
         assert caught([wrong, second]) == bool(why), why or f"harmless\n{wrong}"
         found += bool(why)
     assert found >= 4, "no fault was one"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_events_before_what_they_tell_of(name: str) -> None:
+    first, second = woven(name, 2)
+    found, faults = 0, list(recorded_early(first))
+    for wrong in faults[:: 1 + len(faults) // MOST]:
+        why = adversary([wrong, second])
+        assert caught([wrong, second]) == bool(why), why or f"harmless\n{wrong}"
+        found += bool(why)
+    assert found >= 3, "no fault was one"
 
 
 @pytest.mark.parametrize("rank", (0, 1))

@@ -162,6 +162,31 @@ def test_a_collective_that_a_rank_leaves_out_is_a_deadlock() -> None:
         check([ranks[0], without(ranks[1], at)])
 
 
+# Three groups of two among three ranks: `own` holds the moves of each rank in the order of launch.
+GROUPS = {"a": "0,1", "b": "1,2", "c": "0,2", "d": "0,1"}
+
+
+def grouped(*own: str, stream: str = "comm") -> list[Schedule]:
+    def line(i: int, name: str) -> str:
+        on = stream if i % 2 else "comm"
+        return f"{on}: {name} = all_reduce[{GROUPS[name]}](x) -> s{i}:{name}"
+
+    texts = ["\n".join(["given: x", *(line(i, n) for i, n in enumerate(names))]) for names in own]
+    found = [Schedule.parse(text) for text in texts]
+    assert [str(s) for s in found] == texts
+    return found
+
+
+def test_groups_that_overlap_have_one_order() -> None:
+    check([s.twice() for s in grouped("acd", "abd", "bc")])
+    with pytest.raises(ScheduleError, match="deadlock: rank 0"):
+        check(grouped("ac", "ba", "cb"))  # any two agree on what they share
+    with pytest.raises(ScheduleError, match="collective 0 is d on rank 1 and a on rank 0"):
+        check(grouped("acd", "dba", "bc"))
+    with pytest.raises(ScheduleError, match="rank 1: nothing orders a and b"):
+        check(grouped("ac", "ab", "bc", stream="other"))
+
+
 # -- timelines and plans -----------------------------------------------------------------------------
 
 

@@ -39,6 +39,16 @@ def test_stages_work_side_by_side() -> None:
     assert first["0F1"].begin < first["1F0"].end <= first["1F1"].end
 
 
+def test_a_timeline_is_drawn() -> None:
+    """A row a place; the second begins when the first piece reaches it, and its pieces keep their order."""
+    timeline = plait.simulate(planned(pp=2, micro_batches=4))
+    first, second, *_ = (row.split("|")[1] for row in timeline.gantt(80).splitlines() if "place" in row)
+    assert len(first) == len(second) == 80
+    assert first.index("0F0") < first.index("0F1") < first.index("0F3")
+    assert second.index("1F0") > first.index("0F0") and second.startswith(".")
+    assert timeline.gantt(80).splitlines()[-1].endswith(f"{timeline.end * 1e3:.3f} ms")
+
+
 def test_collectives_that_nothing_hides_stop_compute() -> None:
     plan = planned(pp=1, overlap="off", training=True)
     timeline = plait.simulate(plan)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from plait.errors import ScheduleError
 from plait.passes.overlap.schedule import Launch, Record, Schedule, Wait, slot
@@ -163,17 +164,16 @@ def _unordered(rank: int, run: _Run) -> list[str]:
 
 
 def _orders(run: _Run) -> list[str]:
-    """The order as written, of ranks against rank 0: a transport may match by order alone."""
-    written = {
-        rank: [x.name for x in schedule.launches if x.collective]
-        for rank, schedule in enumerate(run.schedules)
-    }
+    """The order as written, of any two ranks in what they share: a transport may match by order alone."""
+    written = [[x for x in s.launches if x.collective] for s in run.schedules]
     out = []
-    for rank, names in written.items():
-        if names != written[0]:
-            differ = (i for i, (a, b) in enumerate(zip(names, written[0], strict=False)) if a != b)
-            i = next(differ, min(len(names), len(written[0])))
+    for (one, a), (other, b) in combinations(enumerate(written), 2):
+        first = [x.name for x in a if other in x.ranks]
+        names = [x.name for x in b if one in x.ranks]
+        if names != first:
+            differ = (i for i, (x, y) in enumerate(zip(names, first, strict=False)) if x != y)
+            i = next(differ, min(len(names), len(first)))
             mine = names[i] if i < len(names) else "nothing"
-            theirs = written[0][i] if i < len(written[0]) else "nothing"
-            out.append(f"collective {i} is {mine} on rank {rank} and {theirs} on rank 0")
+            theirs = first[i] if i < len(first) else "nothing"
+            out.append(f"collective {i} is {mine} on rank {other} and {theirs} on rank {one}")
     return out
