@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
-from plait.runtime.streams import Start, Wait
+from plait.runtime.streams import Beside, Done, Start, Wait, _Start
 from plait.runtime.transport import Transport
 from tests import zoo
 from tests.compare import demand, differences, digest, within
@@ -103,6 +104,59 @@ def many(group: Any, count: int) -> set[str]:
 def test_timing_changes_no_bit(pool: Pool, count: int) -> None:
     digests = set[str]().union(*pool.run(many, 2, count, timeout=240.0))
     assert len(digests) == 1
+
+
+class Matmuls(TorchDispatchMode):
+    """Notes the matmuls that make a weight's gradient, by the weights' shapes."""
+
+    def __init__(self, shapes: set[tuple[int, ...]], log: list[str]) -> None:
+        super().__init__()
+        self.shapes, self.log = shapes, log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and tuple(out.shape) in self.shapes:
+            self.log.append("matmul")
+        return out
+
+
+def backward(group: Any, overlap: Any) -> list[str]:
+    """What a backward does, in its order: moves started and awaited, matmuls of weight gradients."""
+    model, args, kwargs = zoo.build("llama", layers=2)
+    compiled = plait.compile(model, args, kwargs, group=group, pp=1, training=True, overlap=overlap)
+    out = compiled(*args, **kwargs).logits.square().sum()
+    log: list[str] = []
+    before = (Beside.start, _Start.backward)
+
+    def start(self: Any, step: Any, *rest: Any) -> Any:
+        if step.collective is not None:
+            log.append("start")
+        return before[0](self, step, *rest)
+
+    def awaited(ctx: Any, token: Any) -> Any:
+        if not isinstance(ctx.trip.back, Done):
+            log.append("wait")
+        return before[1](ctx, token)
+
+    parts = {tuple(p.shape) for p in compiled.parameters() if p.dim() == 2}
+    Beside.start, _Start.backward = start, staticmethod(awaited)  # type: ignore[method-assign, assignment]
+    try:
+        with Matmuls(parts, log):
+            out.backward()
+    finally:
+        Beside.start, _Start.backward = before[0], staticmethod(before[1])  # type: ignore[method-assign, assignment]
+    return log
+
+
+def test_sums_of_gradients_run_beside_matmuls_of_weight_gradients(pool: Pool) -> None:
+    """Matmuls between the start of a sum of inputs' gradients and its wait; in one piece there are none."""
+    log = pool.run(backward, 2, 2, timeout=120.0)[0]
+    underway, beside = 0, 0
+    for what in log:
+        underway += {"start": 1, "wait": -1, "matmul": 0}[what]
+        beside += what == "matmul" and underway > 0
+    assert underway == 0 and log.count("start") >= 8
+    assert beside >= log.count("start") // 2, " ".join(log)
 
 
 class Pair(nn.Module):
