@@ -1,11 +1,12 @@
 """How right are the prices? Every published table three ways, and who wins where it was published.
 
 python bench/price.py                   prints, and writes bench/results/price.md
-python bench/price.py --quick           without the held-out fits (they take some minutes)
+python bench/price.py --quick           without the held-out fits (they take two minutes)
 
 own       the table's own constants fitted: mean error, and the worst above 64 KiB
 shared    one set of constants for all machines (plait/cluster/software.py)
 held out  that set fitted again without the table, from a start that has seen none
+unseen    that set fitted again without any table or crossing of the same machine
 """
 
 from __future__ import annotations
@@ -25,30 +26,52 @@ from plait.cluster.published import TABLES, Table
 from plait.cluster.software import SHARED, transports
 from plait.cluster.units import spell_size
 from plait.cost.comm import price
-from plait.cost.fitting import cluster_of, errors, fit_shared, fit_table, held_out
+from plait.cost.fitting import cluster_of, errors, fit_shared, fit_table, held_out, unseen
 from plait.cost.flow import wide
 from plait.cost.simulator import simulate
 
 RESULTS = Path(__file__).parent / "results" / "price.md"
 
 
-def unseen(table: Table) -> Sequence[float]:
-    return list(held_out(table, TABLES)) if table.software != "multicast" else ()
+Held = dict[str, dict[str, Sequence[float]]]  # "held out", "unseen" -> table -> its errors
+NOTHING: Held = {"held out": {}, "unseen": {}}
+PRICED = tuple(table for table in TABLES if table.software != "multicast")
+MACHINES = tuple(dict.fromkeys(table.machine for table in PRICED))
 
 
-def tables(held: dict[str, Sequence[float]]) -> list[str]:
+def without_table(table: Table) -> Sequence[float]:
+    return list(held_out(table, TABLES))
+
+
+def without_machine(machine: str) -> dict[str, Sequence[float]]:
+    return {name: list(found) for name, found in unseen(machine, TABLES).items()}
+
+
+def hold_out() -> Held:
+    with ProcessPoolExecutor() as pool:
+        alone = pool.map(without_table, PRICED)
+        machines = pool.map(without_machine, MACHINES)
+        return {
+            "held out": {table.name: found for table, found in zip(PRICED, alone, strict=True)},
+            "unseen": {name: found for part in machines for name, found in part.items()},
+        }
+
+
+def mean(errors: Sequence[float]) -> str:
+    return f"{np.abs(errors).mean():.1%}"
+
+
+def tables(held: Held) -> list[str]:
     lines = [
-        "| table | how | sizes | own: mean | worst > 64 KiB | shared: mean | held out: mean |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| table | how | sizes | own: mean | worst > 64 KiB | shared: mean | held out | unseen |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for table in TABLES:
         fitted, cluster = fit_table(table)
         own = abs(errors(table, cluster))
         big = [e for e, size in zip(own, table.sizes, strict=True) if size > 2**16]
-        shared, out = "-", "-"
-        if table.software != "multicast":
-            shared = f"{abs(errors(table, cluster_of(table))).mean():.1%}"
-            out = f"{np.abs(held[table.name]).mean():.1%}" if held else "-"
+        outs = [mean(f[table.name]) if table.name in f else "-" for f in held.values()]
+        shared = mean(list(errors(table, cluster_of(table)))) if table in PRICED else "-"
         how = f"{table.software} {table.algorithm}, {table.method}"
         row = (
             table.name,
@@ -57,18 +80,29 @@ def tables(held: dict[str, Sequence[float]]) -> list[str]:
             f"{fitted.mean:.1%}",
             f"{max(big):.1%}",
             shared,
-            out,
+            *outs,
         )
         lines.append(f"| {' | '.join(row)} |")
         print(lines[-1], flush=True)
     return lines
 
 
-def rows(table: Table, unseen: Sequence[float]) -> list[str]:
-    """One table in full: measured and three predictions."""
+def machines(held: Held) -> list[str]:
+    """Of every machine that no constant has seen: the mean over its tables."""
+    lines = ["| machine | tables | unseen: mean |", "|---|---:|---:|"]
+    for machine in MACHINES if held["unseen"] else ():
+        found = [np.abs(held["unseen"][t.name]).mean() for t in PRICED if t.machine == machine]
+        lines.append(f"| {machine} | {len(found)} | {np.mean(found):.1%} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def rows(table: Table, held: Held) -> list[str]:
+    """One table in full: measured and four predictions."""
     _, own = fit_table(table)
-    lines = ["| size | measured us | own | shared | held out |", "|---:|---:|---:|---:|---:|"]
-    columns = (errors(table, own), errors(table, cluster_of(table)), unseen)
+    lines = ["| size | measured us | own | shared | held out | unseen |", "|---:|---:|---:|---:|---:|---:|"]
+    outs = (found[table.name] for found in held.values())
+    columns = (errors(table, own), errors(table, cluster_of(table)), *outs)
     for (size, seconds), *found in zip(table.rows, *columns, strict=True):
         cells = " | ".join(f"{e:+.0%}" for e in found)
         lines.append(f"| {spell_size(size)} | {seconds * 1e6:.1f} | {cells} |")
@@ -225,15 +259,14 @@ def main() -> None:
     if options.refit:
         print(fit_shared(TABLES))
         return
-    held: dict[str, Sequence[float]] = {}
-    if not options.quick:
-        with ProcessPoolExecutor() as pool:
-            found = pool.map(unseen, TABLES)
-            held = {table.name: errors for table, errors in zip(TABLES, found, strict=True)}
+    held = NOTHING if options.quick else hold_out()
     parts = [
         f"# Prices against measurements, {datetime.now(UTC):%Y-%m-%d}",
         "Made by `python bench/price.py`. Errors are |predicted / measured - 1|.",
         *tables(held),
+        "",
+        "## Machines that no constant has seen",
+        *machines(held),
         "",
         "## Who wins",
         *winners(),
@@ -247,7 +280,7 @@ def main() -> None:
     if options.quick:
         return
     for name in ("8xH200 NVLS", "8xA100", "4x8xB200 EFA", "8xGB200 MNNVL"):
-        parts += ["", f"## {name}", *rows(next(t for t in TABLES if t.name == name), held[name])]
+        parts += ["", f"## {name}", *rows(next(t for t in TABLES if t.name == name), held)]
     RESULTS.write_text("\n".join(parts) + "\n")
 
 

@@ -1,6 +1,6 @@
 """Prices: exact where they must be, monotone, never below the bound, right where it was measured."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 import pytest
@@ -14,8 +14,9 @@ from plait.cluster.published import CROSSINGS, TABLES, table
 from plait.cluster.software import SHARED, STEPWISE, transports
 from plait.collectives.algorithms import build, names
 from plait.collectives.schedule import COLLECTIVES, Spec
+from plait.cost import fitting
 from plait.cost.comm import choose, price
-from plait.cost.fitting import cluster_of, errors, fit_table, held_out, lost
+from plait.cost.fitting import cluster_of, errors, fit_table, held_out, lost, unseen
 from plait.cost.flow import flow_of
 from plait.cost.native import form
 from plait.errors import CollectiveError
@@ -278,6 +279,37 @@ def test_constants_that_have_not_seen_a_table_predict_it(name):
 
 def test_one_held_out_table_in_every_run():
     assert abs(held_out(table("4xH100 vLLM"), TABLES)).mean() <= 0.30
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("machine", sorted({t.machine for t in PRICED}))
+def test_constants_that_have_not_seen_a_machine_predict_it(machine):
+    found = [abs(each).mean() for each in unseen(machine, TABLES).values()]
+    assert sum(found) / len(found) <= 0.30
+
+
+def test_what_is_held_out_is_not_fitted(monkeypatch):
+    fitted: list[tuple[list[str], list[str]]] = []
+
+    def fit(tables, crossings=CROSSINGS):
+        fitted.append(([t.name for t in tables], [c.machine for c in crossings]))
+        return SHARED
+
+    monkeypatch.setattr(fitting, "fit_shared", fit)
+    copy = replace(table("8xA100"))  # as another process gets it
+    held_out(copy, TABLES)
+    assert fitted[0][0] == [t.name for t in TABLES if t.name != "8xA100"]
+    assert set(unseen("dgx-h100", TABLES)) == {t.name for t in PRICED if "H100" in t.name}
+    names, machines = fitted[1]
+    assert not [name for name in names if "H100" in name]
+    assert machines == []  # all crossings were published of H100
+
+
+def test_the_shared_constants_are_those_of_the_fit():
+    found = fitting.fit_shared(TABLES)
+    for constant in fields(found):
+        value = getattr(found, constant.name)
+        assert getattr(SHARED, constant.name) == pytest.approx(value, rel=0.02), constant.name
 
 
 def test_a_fit_finds_the_constants_that_made_the_table():

@@ -13,9 +13,9 @@ from plait.cluster.presets import DEVICES
 from plait.cluster.software import STEPWISE
 from plait.collectives.algorithms import build, names
 from plait.collectives.ledger import ledger
-from plait.collectives.schedule import Spec
+from plait.collectives.schedule import COLLECTIVES, Spec
 from plait.cost.comm import price
-from plait.cost.flow import flow, wide
+from plait.cost.flow import flow, flow_of, wide
 from plait.cost.simulator import simulate
 from plait.errors import CollectiveError, InputError, ScheduleError
 from plait.timeline import Event, Task, Timeline, play
@@ -145,15 +145,31 @@ def test_loads_are_the_ledgers(spelling):
     ],
 )
 def test_wide_schedules_are_the_schedules(algorithm, levels, spelling):
-    def transfers(made):
-        steps = []
-        for stage in made.stages():
-            of = np.arange(len(stage.route.source)) if stage.of is None else stage.of
-            ends = stage.route.source[of], stage.route.target[of], stage.chunk, stage.adds[of]
-            steps.append(sorted(zip(*(a.tolist() for a in ends), strict=True)))
-        return steps
-
     assert transfers(wide(algorithm, levels)) == transfers(flow(build(spelling)))
+
+
+def transfers(made):
+    steps = []
+    for stage in made.stages():
+        of = np.arange(len(stage.route.source)) if stage.of is None else stage.of
+        ends = stage.route.source[of], stage.route.target[of], stage.chunk, stage.adds[of]
+        steps.append(sorted(zip(*(a.tolist() for a in ends), strict=True)))
+    return steps
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("n", [2, 3, 6, 8])
+def test_a_flow_has_the_transfers_of_its_schedule(collective, n):
+    specs = [Spec(name, (n,), collective, pieces=p) for name in names(collective) for p in (1, 3)]
+    if n == 6:
+        specs.append(Spec("hierarchical", (2, 3), collective, ("ring", "two_shot")))
+    for spec in specs:
+        schedule, made = build(spec), flow_of(spec)
+        steps = [sorted((a, b, c, op == "add") for a, b, c, op in step) for step in schedule.steps]
+        assert transfers(made) == steps == transfers(flow(schedule)), str(spec)
+        places = {(a, c) for step in steps for a, _, c, _ in step}
+        places |= {(b, c) for step in steps for _, b, c, _ in step}
+        assert made.held.tolist() == sorted(a * made.chunks + c for a, c in places), str(spec)
 
 
 def test_thousands_of_ranks_take_seconds():

@@ -8,6 +8,7 @@ us, or in GB/s of bus bandwidth.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -30,6 +31,10 @@ class Table:
     collective: str = "all_reduce"
 
     @property
+    def machine(self) -> str:
+        return box(self.cluster)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(size for size, _ in self.rows)
 
@@ -50,6 +55,15 @@ class Crossing:
     after: str
     high: int
     source: str
+
+    @property
+    def machine(self) -> str:
+        return box(self.cluster)
+
+
+def box(cluster: str) -> str:
+    """`dgx-h100` of `dgx-h100[2x8]/roce+nvls`."""
+    return re.split(r"[\[/+]", cluster)[0]
 
 
 def microseconds(text: str) -> tuple[tuple[int, float], ...]:
@@ -412,7 +426,7 @@ CROSSINGS: tuple[Crossing, ...] = (
             parse_size(high),
             f"{_ML_ENGINEERING}, nccl-tests issue 309: ring up to 1 MiB, NVLS from 2 MiB",
         )
-        for low, high in (("16K", "64M"), ("256K", "8M"), ("1M", "2M"))
+        for low, high in (("1K", "64M"), ("256K", "8M"), ("1M", "2M"))
     ),
     *(
         Crossing(

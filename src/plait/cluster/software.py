@@ -14,7 +14,10 @@ seen it (bench/price.py prints both). `plait calibrate` replaces them by a machi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 
 from plait.cluster.transport import Protocol, Transport
 
@@ -37,24 +40,24 @@ STEPWISE = (
 class Shared:
     """Seconds, and shares of what a copy reaches (Level.share)."""
 
-    stream: float = 14.7e-6  # to start a collective from a C++ loop on a stream; in a CUDA graph: 0
-    torch: float = 26.7e-6  # from Python
-    few_base: float = 11.6e-6  # NCCL's LL: flags in the data, soon and at a part of the rate
-    few_share: float = 0.498
-    mid_share: float = 0.686  # NCCL's LL128: a flag in each 128 bytes
-    many_base: float = 24.3e-6  # NCCL's Simple: chunks and counters, late and at the full rate
-    many_share: float = 0.961
-    switch_base: float = 11.5e-6  # Simple where the switch adds, and what that reaches of its rate
-    registered_base: float = 6.14e-6  # the same by a kernel on registered buffers
-    switch_share: float = 0.904
-    fill: float = 2.72e-6  # Simple's pipeline: chunks, and for each hop
-    hop_fill: float = 0.801e-6
-    most: float = 80.5e-6
-    pull_base: float = 5.75e-6
-    pull_peer: float = 0.513e-6  # each peer in each step: its flag
-    pull_share: float = 0.811
-    push_step: float = 2.53e-6
-    four_share: float = 0.255  # of a port, by kernels of only four thread blocks
+    stream: float = 14.6e-6  # to start a collective from a C++ loop on a stream; in a CUDA graph: 0
+    torch: float = 27e-6  # from Python
+    few_base: float = 11.3e-6  # NCCL's LL: flags in the data, soon and at a part of the rate
+    few_share: float = 0.458
+    mid_share: float = 0.675  # NCCL's LL128: a flag in each 128 bytes
+    many_base: float = 9.92e-6  # NCCL's Simple: chunks and counters, late and at the full rate
+    many_share: float = 0.985
+    switch_base: float = 12.7e-6  # Simple where the switch adds, and what that reaches of its rate
+    registered_base: float = 6.13e-6  # the same by a kernel on registered buffers
+    switch_share: float = 0.916
+    fill: float = 2.94e-6  # Simple's pipeline: chunks, and for each hop
+    hop_fill: float = 0.841e-6
+    most: float = 160e-6
+    pull_base: float = 5.76e-6
+    pull_peer: float = 0.533e-6  # each peer in each step: its flag
+    pull_share: float = 0.825
+    push_step: float = 2.42e-6
+    four_share: float = 0.218  # of a port, by kernels of only four thread blocks
 
 
 # Hops in those of a ring by LL, which take 0.6 us by NVLink and 2.7 us by network: (near, far).
@@ -142,15 +145,18 @@ def push(shared: Shared, share: float | None = None) -> Transport:
     return Transport("push", (by,), DIRECT, launch=shared.stream, reach=0)
 
 
-def transports(shared: Shared) -> dict[str, Transport]:
+@lru_cache(maxsize=16)
+def transports(shared: Shared) -> Mapping[str, Transport]:
     """By name; a 4 at the end: kernels of four thread blocks, which reach a part of a port."""
-    return {
-        "nccl": nccl(shared),
-        "nccl-symmetric": nccl_symmetric(shared),
-        "symmetric": symmetric(shared),
-        "push": push(shared),
-        "push4": push(shared, shared.four_share),
-    }
+    return MappingProxyType(
+        {
+            "nccl": nccl(shared),
+            "nccl-symmetric": nccl_symmetric(shared),
+            "symmetric": symmetric(shared),
+            "push": push(shared),
+            "push4": push(shared, shared.four_share),
+        }
+    )
 
 
 # --- tables --------------------------------------------------------------------------------------

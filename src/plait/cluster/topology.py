@@ -131,6 +131,11 @@ class Cluster:
         have = ", ".join(t.name for t in self.transports)
         raise ClusterError(f"{self.name} has no transport {name!r}; it has {have}")
 
+    @cached_property
+    def hardware(self) -> Cluster:
+        """The same machine without its software: what bounds and forms depend on."""
+        return replace(self, transports=()) if self.transports else self
+
     # --- where bytes pass ------------------------------------------------------------------------
 
     @cached_property

@@ -8,15 +8,23 @@ An algorithm is a row of the table at the end: the moves it is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import product
 from math import isqrt
 
 from plait.collectives import moves, trees
 from plait.collectives.hierarchy import Algorithm, AllGather, Broadcast, each, hierarchy
-from plait.collectives.moves import Steps, split
-from plait.collectives.schedule import COLLECTIVES, Collective, Schedule, Spec, check_asked, whole
+from plait.collectives.moves import Move, Steps, split
+from plait.collectives.schedule import (
+    COLLECTIVES,
+    Collective,
+    Schedule,
+    Spec,
+    Transfer,
+    check_asked,
+    whole,
+)
 from plait.errors import ScheduleError
 
 MOST = 1 << 20  # transfers, about, of a schedule that is built step by step
@@ -39,12 +47,22 @@ def transfers(spec: Spec) -> int:
 
 @lru_cache(maxsize=512)
 def _build(spec: Spec) -> Schedule:
+    chunks, steps = moves_of(spec)
+    done = tuple(tuple(sorted(_transfers(step))) for step in steps if step)
+    return Schedule(spec.collective, spec.n, chunks, done, spec.root, spec)
+
+
+def _transfers(step: Iterable[Move]) -> Iterator[Transfer]:
+    return (Transfer(m.source, m.target, chunk, m.op) for m in step for chunk in m.chunks)
+
+
+def moves_of(spec: Spec) -> tuple[int, Steps]:
+    """The number of chunks, and the steps as the algorithm makes them; nothing is remembered."""
     algorithm = _resolve(spec)
     if spec.n == 1:
-        return Schedule(spec.collective, 1, 1, (), 0, spec)
+        return 1, []
     chunks, slices = _MAKERS[spec.collective](algorithm, spec)
-    steps = tuple(tuple(sorted(step)) for step in algorithm.slices(*slices) if step)
-    return Schedule(spec.collective, spec.n, chunks, steps, spec.root, spec)
+    return chunks, algorithm.slices(*slices)
 
 
 def supports(algorithm: str, collective: Collective) -> bool:

@@ -4,7 +4,7 @@
     all_reduce(ranks, chunks)      afterwards every member holds the sum
     all_to_all(ranks, blocks)      blocks[i][j] goes from member i to member j
 
-A part, or block, is a tuple of chunks.
+A part, or block, is a tuple of chunks. A `Move` takes several of them at once.
 
 Played backwards with additions in place of copies (`mirror`) an all-gather is a reduce-scatter: a
 chunk that reaches every member once becomes a sum that every member enters once.
@@ -13,32 +13,43 @@ chunk that reaches every member once becomes a sum that every member enters once
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from plait.collectives.schedule import Transfer
+from plait.collectives.schedule import Op
 
 T = TypeVar("T")
 Ranks = Sequence[int]
 Chunks = tuple[int, ...]
 Blocks = Sequence[Sequence[Chunks]]
-Steps = list[list[Transfer]]
+
+
+class Move(NamedTuple):
+    """Chunks on their way between two ranks in one step, all of them copied or all added."""
+
+    source: int
+    target: int
+    chunks: Chunks
+    op: Op
+
+
+Steps = list[list[Move]]
 
 
 # --- combining steps ------------------------------------------------------------------------------
 
 
-def move(source: int, target: int, chunks: Iterable[int]) -> list[Transfer]:
-    return [Transfer(source, target, chunk, "copy") for chunk in chunks]
+def move(source: int, target: int, chunks: Chunks) -> list[Move]:
+    return [Move(source, target, chunks, "copy")] if chunks else []
 
 
 def mirror(steps: Steps) -> Steps:
-    """The same transfers backwards in time and direction, each copy an addition."""
-    return [[Transfer(t.target, t.source, t.chunk, "add") for t in step] for step in steps[::-1]]
+    """The same moves backwards in time and direction, each copy an addition."""
+    return [[Move(m.target, m.source, m.chunks, "add") for m in step] for step in steps[::-1]]
 
 
 def turned(steps: Steps) -> Steps:
-    """The same transfers backwards in time and direction, all copies."""
-    return [[Transfer(t.target, t.source, t.chunk, "copy") for t in step] for step in steps[::-1]]
+    """The same moves backwards in time and direction, all copies."""
+    return [[Move(m.target, m.source, m.chunks, "copy") for m in step] for step in steps[::-1]]
 
 
 def together(*tracks: Steps, lag: int = 0) -> Steps:
@@ -153,14 +164,14 @@ def bruck_all_gather(ranks: Ranks, parts: Sequence[Chunks]) -> Steps:
 
 def exchange(ranks: Ranks, chunks: Chunks) -> Steps:
     """One step: every member sends all chunks to every other, and each sums for itself."""
-    return [[Transfer(a, b, c, "add") for a in ranks for b in ranks if a != b for c in chunks]]
+    return [[Move(a, b, chunks, "add") for a in ranks for b in ranks if a != b]]
 
 
 def doubling_all_reduce(ranks: Ranks, chunks: Chunks) -> Steps:
     """Members whose numbers differ in bit b exchange and add their sums; log2 n steps."""
     core, fold = _fold(ranks, chunks)
     steps = [
-        [Transfer(rank, core[i ^ bit], c, "add") for i, rank in enumerate(core) for c in chunks]
+        [Move(rank, core[i ^ bit], chunks, "add") for i, rank in enumerate(core)]
         for bit in bits(len(core))
     ]
     return fold + steps + turned(fold)
@@ -176,9 +187,7 @@ def rabenseifner(ranks: Ranks, chunks: Chunks) -> Steps:
 def _fold(ranks: Ranks, chunks: Chunks) -> tuple[list[int], Steps]:
     """The members that remain when the even one of each folded pair has given its vector away."""
     core, folded = _core(len(ranks))
-    given = [
-        Transfer(ranks[even], ranks[odd], c, "add") for odd, even in folded.items() for c in chunks
-    ]
+    given = [Move(ranks[even], ranks[odd], chunks, "add") for odd, even in folded.items()]
     return [ranks[c] for c in core], [given]
 
 

@@ -183,8 +183,11 @@ def without_repeats(steps: Steps, root: int, chunks: Chunks) -> Steps:
     held = {(root, chunk) for chunk in chunks}
     kept: Steps = []
     for step in steps:
-        kept.append([t for t in step if (t.target, t.chunk) not in held])
-        held |= {(t.target, t.chunk) for t in step}
+        lacking = [
+            (m, tuple(c for c in m.chunks if (m.target, c) not in held)) for m in step
+        ]
+        kept.append([m._replace(chunks=chunks) for m, chunks in lacking if chunks])
+        held |= {(m.target, c) for m in step for c in m.chunks}
     return kept
 
 

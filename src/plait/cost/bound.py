@@ -46,13 +46,17 @@ class Bound:
         return max(self.latency, nbytes * (self.network if in_network else self.slope))
 
 
-@lru_cache(maxsize=4096)
-def bound(collective: Collective, cluster: Cluster, root: int = 0) -> Bound:
+def bound(collective: Collective, cluster: Cluster) -> Bound:
     """The bound of a collective over all ranks of a cluster, per byte of its size."""
+    return _bound(collective, cluster.hardware)
+
+
+@lru_cache(maxsize=4096)
+def _bound(collective: Collective, cluster: Cluster) -> Bound:
     if cluster.size == 1:
         return Bound(0.0, 0.0, 0.0)
     spanned = range(_outermost(cluster) + 1)
-    slopes = [_level(collective, cluster, level, root) for level in spanned]
+    slopes = [_level(collective, cluster, level) for level in spanned]
     buses = max(_shared(collective, cluster, level) for level in spanned)
     latency = cluster.levels[_outermost(cluster)].latency
     return Bound(
@@ -67,7 +71,7 @@ def _outermost(cluster: Cluster) -> int:
     return int(cluster.level_of(np.zeros_like(ranks), ranks).max())
 
 
-def _level(collective: Collective, cluster: Cluster, level: int, root: int) -> tuple[float, float]:
+def _level(collective: Collective, cluster: Cluster, level: int) -> tuple[float, float]:
     """Seconds a byte that the units of a level need: without, and with, addition by a switch."""
     units = cluster.units(level)
     if len(units) == 1:

@@ -2,7 +2,8 @@
 
     fit_table(table)      one platform's own constants: the transport that takes the time measured
     fit_shared(tables)    one set of constants for all platforms, from all tables together
-    held_out(table, ...)  how well a platform is predicted by constants that have not seen it
+    held_out(table, ...)  how well a table is predicted by constants that have not seen it
+    unseen(machine, ...)  the same of a whole machine: none of its tables, nor who wins there
 
 What the topology contributes (hops, bytes of the busiest port) comes from the same readings that
 price everything else; only the software's constants are fitted.
@@ -61,39 +62,54 @@ def fit_table(table: Table) -> tuple[Fit, Cluster]:
     return result, replace(cluster, transports=(fitted,))
 
 
-def fit_shared(tables: Sequence[Table], start: Shared | None = None) -> Shared:
+def fit_shared(tables: Sequence[Table], crossings: Sequence[Crossing] = CROSSINGS) -> Shared:
     """The constants that explain all tables best, each table with the same weight, and let those
     algorithms win that were published as the fastest."""
-    start = start or _START
     low = np.log([_BOUNDS[name][0] for name in _NAMES])
     high = np.log([_BOUNDS[name][1] for name in _NAMES])
 
     def misfit(logs: Floats) -> Floats:
         shared = _shared(logs)
         parts = [_logs(table, shared) / np.sqrt(len(table.rows)) for table in tables]
-        wrong = [_WEIGHT * lost(crossing, shared) for crossing in CROSSINGS]
-        return np.concatenate([*parts, *wrong])
+        wrong = [_WEIGHT * lost(crossing, shared, _MARGIN) for crossing in crossings]
+        return np.concatenate([*parts, *wrong, _PRIOR * (logs - first)])
 
     tables = [table for table in tables if table.software != "multicast"]
-    first = np.clip(np.log([getattr(start, name) for name in _NAMES]), low + 1e-6, high - 1e-6)
-    found = least_squares(misfit, first, bounds=(low, high), loss="soft_l1", f_scale=0.25)
+    first = np.clip(np.log([getattr(_START, name) for name in _NAMES]), low + 1e-6, high - 1e-6)
+    found = least_squares(
+        misfit,
+        first,
+        bounds=(low, high),
+        loss="soft_l1",
+        f_scale=0.25,
+        diff_step=1e-4,  # across the kinks where one form overtakes another
+    )
     return _shared(found.x)
 
 
 def held_out(table: Table, tables: Sequence[Table]) -> Floats:
     """Errors on a table of constants fitted to all the others, from a start that has seen none."""
-    return errors(table, cluster_of(table, fit_shared([t for t in tables if t is not table])))
+    return errors(table, cluster_of(table, fit_shared([t for t in tables if t != table])))
 
 
-def lost(crossing: Crossing, shared: Shared = SHARED) -> Floats:
-    """By how much what should win loses below and above a crossing: logarithms, 0 where it wins."""
+def unseen(machine: str, tables: Sequence[Table]) -> dict[str, Floats]:
+    """Errors on all tables of a machine, by name, of constants fitted to other machines alone."""
+    elsewhere = [c for c in CROSSINGS if c.machine != machine]
+    shared = fit_shared([t for t in tables if t.machine != machine], elsewhere)
+    here = [t for t in tables if t.machine == machine and t.software != "multicast"]
+    return {t.name: errors(t, cluster_of(t, shared)) for t in here}
+
+
+def lost(crossing: Crossing, shared: Shared = SHARED, margin: float = 0.0) -> Floats:
+    """By how much what should win loses below and above a crossing: logarithms, 0 where it wins
+    (by the margin)."""
     made = transports(shared)
     by = tuple(made[name].with_launch(0.0) for name in crossing.software)
     cluster = replace(Cluster.parse(crossing.cluster), transports=by)
 
     def behind(size: int, best: str, other: str) -> float:
         times = (_seconds(cluster, size, name) for name in (best, other))
-        return max(0.0, float(np.log(next(times) / next(times))))
+        return max(0.0, float(np.log(next(times) / next(times))) + margin)
 
     return np.array(
         [
@@ -142,6 +158,8 @@ _START = Shared(
     four_share=0.3,
 )
 _WEIGHT = 3.0  # of what should win and does not, beside a table's mean error
+_PRIOR = 0.05  # of a constant e times what it was at the start: what no table tells stays there
+_MARGIN = 0.02  # what should win is to win by: a tie is no victory
 _NAMES = tuple(f.name for f in fields(Shared))
 _BOUNDS: dict[str, tuple[float, float]] = {
     "stream": (1e-6, 5e-5),

@@ -10,18 +10,20 @@ exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.collectives.algorithms import build
-from plait.collectives.schedule import Message, Schedule, Spec
+from plait.collectives.algorithms import moves_of
+from plait.collectives.moves import Move
+from plait.collectives.schedule import Collective, Message, Schedule, Spec
 from plait.errors import ScheduleError
 
 Ints = NDArray[np.int64]
+Moves = Sequence[Move] | Sequence[Message]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +49,18 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """`whole`: vectors in all chunks together; n for all_to_all, whose size is a rank's part."""
+    """`whole`: vectors in all chunks together; n for all_to_all, whose size is a rank's part.
+
+    `held`: rank * chunks + chunk of every place that a message reads or writes, in order; None: of
+    nearly all (in an all_to_all of 128 ranks it is one of a hundred).
+    """
 
     name: str
     n: int
     chunks: int
     whole: float
     stages: Callable[[], Iterator[Stage]]
+    held: Ints | None = None
 
     def sent(self) -> float:
         """Bytes that the busiest rank sends, per byte of the size."""
@@ -79,26 +86,56 @@ class Flow:
 
 @lru_cache(maxsize=1024)
 def flow_of(spec: Spec) -> Flow:
-    """`flow` of the schedule that a spec names, remembered."""
-    return flow(build(spec))
+    """`flow` of the schedule that a spec names, remembered; its transfers are not."""
+    chunks, steps = moves_of(spec)
+    return _flow(str(spec), spec.collective, spec.n, chunks, steps)
 
 
 def flow(schedule: Schedule) -> Flow:
-    whole = float(schedule.n if schedule.collective == "all_to_all" else 1)
+    n, chunks = schedule.n, max(schedule.chunks, 1)
+    return _flow(schedule.spelling, schedule.collective, n, chunks, schedule.messages)
+
+
+def _flow(
+    name: str,
+    collective: Collective,
+    n: int,
+    chunks: int,
+    steps: Iterable[Moves],
+) -> Flow:
     routes: dict[bytes, Route] = {}
-    made = tuple(_stage(messages, routes) for messages in schedule.messages)
-    return Flow(schedule.spelling, schedule.n, max(schedule.chunks, 1), whole, lambda: iter(made))
+    made = tuple(_stage(step, n, chunks, routes) for step in steps if step)
+    places = [ends * chunks + s.chunk for s in made for ends in _ends(s)]
+    held = np.unique(np.concatenate(places)) if places else np.zeros(0, np.int64)
+    whole = float(n if collective == "all_to_all" else 1)
+    return Flow(name, n, chunks, whole, lambda: iter(made), held)
 
 
-def _stage(messages: Sequence[Message], routes: dict[bytes, Route]) -> Stage:
-    ends = np.array([(m.source, m.target) for m in messages], np.int64).T.copy()
-    counts = [len(m.chunks) for m in messages]
+def _stage(step: Moves, n: int, chunks: int, routes: dict[bytes, Route]) -> Stage:
+    """Transfers by source, target and op; those that have all three in common are one message."""
+    counts = [len(m.chunks) for m in step]
+    source = np.repeat([m.source for m in step], counts)
+    target = np.repeat([m.target for m in step], counts)
+    adds = np.repeat([m.op == "add" for m in step], counts)
+    chunk = np.array([c for m in step for c in m.chunks], np.int64)
+    key = (source * n + target) * 2 + ~adds  # "add" comes before "copy"
+    order = np.argsort(key * chunks + chunk, kind="stable")
+    key = key[order]
+    of = np.cumsum(np.diff(key, prepend=key[0]) != 0)
+    first = order[np.flatnonzero(np.diff(of, prepend=-1))]
+    ends = np.stack([source[first], target[first]])
     return Stage(
         routes.setdefault(ends.tobytes(), Route(ends[0], ends[1])),
-        np.array([m.op == "add" for m in messages], np.bool_),
-        np.array([chunk for m in messages for chunk in m.chunks], np.int64),
-        np.repeat(np.arange(len(messages)), counts) if max(counts) > 1 else None,
+        adds[first],
+        chunk[order],
+        of if len(first) < len(order) else None,
     )
+
+
+def _ends(stage: Stage) -> tuple[Ints, Ints]:
+    """Source and target of each transfer."""
+    source, target = stage.route.source, stage.route.target
+    return (source, target) if stage.of is None else (source[stage.of], target[stage.of])
 
 
 def wide(algorithm: str, levels: tuple[int, ...]) -> Flow:

@@ -81,7 +81,7 @@ def march(
         begin, end = state.step(stage)
         if watch:
             watch(index, stage, begin, end)
-    return np.asarray(state.ready.max(axis=0))
+    return np.asarray(state.ready.max(axis=0, initial=0.0))
 
 
 @dataclass
@@ -92,8 +92,9 @@ class _State:
     add: float  # seconds a byte; 0: fused
     rates: Floats  # [link]
     latency: Floats  # [level]
-    ready: Floats  # [rank * chunks + chunk, size]: when what lies there has arrived
+    ready: Floats  # [place, size]: when what lies there has arrived
     chunks: int
+    held: Ints | None  # place -> rank * chunks + chunk, in order; None: all
     free: Floats  # [link, size]
     adding: Floats  # [rank, size]: until when the rank adds
     ways: dict[int, _Way]
@@ -111,8 +112,9 @@ class _State:
             0.0 if transport.fused else transport.add,
             rates,
             np.array([lv.latency for lv in cluster.levels]) * protocol.hops + protocol.step,
-            np.zeros((what.n * what.chunks, len(sizes))),
+            np.zeros((what.n * what.chunks if what.held is None else len(what.held), len(sizes))),
             what.chunks,
+            what.held,
             np.zeros((len(rates), len(sizes))),
             np.zeros((what.n, len(sizes))),
             {},
@@ -124,15 +126,15 @@ class _State:
         source, target = stage.route.source, stage.route.target
         if stage.of is None:
             nbytes = np.broadcast_to(self.chunk_bytes, (len(source), len(self.chunk_bytes)))
-            begin = self.ready[source * self.chunks + stage.chunk]
-            places = target * self.chunks + stage.chunk
+            begin = self.ready[self._places(source, stage.chunk)]
+            places = self._places(target, stage.chunk)
         else:
             counts = np.bincount(stage.of, minlength=len(source))
             nbytes = counts[:, None] * self.chunk_bytes
             starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-            there = self.ready[source[stage.of] * self.chunks + stage.chunk]
+            there = self.ready[self._places(source[stage.of], stage.chunk)]
             begin = np.maximum.reduceat(there, starts)
-            places = target[stage.of] * self.chunks + stage.chunk
+            places = self._places(target[stage.of], stage.chunk)
         end = begin
         for group in way.links:
             begin, end = self._pass(group, begin, end, nbytes)
@@ -141,6 +143,10 @@ class _State:
             end = self._added(way.targets, stage.adds, end, nbytes * self.add)
         self._arrive(way, places, end if stage.of is None else end[stage.of])
         return begin, end
+
+    def _places(self, ranks: Ints, chunks: Ints) -> Ints:
+        places = ranks * self.chunks + chunks
+        return places if self.held is None else np.searchsorted(self.held, places)
 
     def _pass(
         self, group: _Group, begin: Floats, end: Floats, nbytes: Floats

@@ -45,9 +45,13 @@ class Form:
         return sum(self.hops)
 
 
-@lru_cache(maxsize=4096)
 def form(name: str, collective: Collective, cluster: Cluster) -> Form | None:
     """The form of a collective over all ranks of a cluster, None if there is none so called."""
+    return _form(name, collective, cluster.hardware)
+
+
+@lru_cache(maxsize=4096)
+def _form(name: str, collective: Collective, cluster: Cluster) -> Form | None:
     make = _FORMS.get((name, collective))
     return make(cluster) if make is not None and cluster.size > 1 else None
 

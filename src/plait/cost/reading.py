@@ -122,7 +122,7 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
         )
     for name, protocol in by.internal:
         made = form(name, collective, cluster)
-        if made is None or (protocol.flags and not _ordered(cluster)):
+        if made is None or (protocol.flags and not _ordered(cluster.hardware)):
             continue
         far = any(count and lv.network for count, lv in zip(made.hops, cluster.levels, strict=True))
         if far and protocol.far_share is not None:
@@ -130,7 +130,7 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
         hop = (protocol.plateau if far else 1.0) * sum(
             count * (_hops(protocol, level) + protocol.step + at_once * protocol.message)
             for count, at_once, level in zip(
-                made.hops, _at_once(cluster), cluster.levels, strict=True
+                made.hops, _at_once(cluster.hardware), cluster.levels, strict=True
             )
         )
         yield Reading(
@@ -157,27 +157,29 @@ def _hops(protocol: Protocol, level: Level) -> float:
     return level.latency * protocol.hops
 
 
-def _at_once(cluster: Cluster) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _at_once(hardware: Cluster) -> tuple[int, ...]:
     """Messages that the busiest link of each level carries in a step in which all ranks send one:
     all of them where there is a bus, one out and one in where a port's ways share it."""
     return tuple(
-        len(cluster.units(i)) if level.total is not None else 1 if level.duplex else 2
-        for i, level in enumerate(cluster.levels)
+        len(hardware.units(i)) if level.total is not None else 1 if level.duplex else 2
+        for i, level in enumerate(hardware.levels)
     )
 
 
-def _ordered(cluster: Cluster) -> bool:
+@lru_cache(maxsize=1024)
+def _ordered(hardware: Cluster) -> bool:
     """Do all levels that the ranks cross deliver bytes in the order sent?"""
-    counts = [len(cluster.units(level)) for level in range(len(cluster.levels) + 1)]
+    counts = [len(hardware.units(level)) for level in range(len(hardware.levels) + 1)]
     return all(
         level.ordered or below == above
-        for level, below, above in zip(cluster.levels, counts, counts[1:], strict=False)
+        for level, below, above in zip(hardware.levels, counts, counts[1:], strict=False)
     )
 
 
 def _stepwise(spec: Spec, cluster: Cluster, by: Transport, protocol: Protocol) -> Reading:
     shape = flow_of(spec)
-    limit = bound(spec.collective, cluster, spec.root)
+    limit = bound(spec.collective, cluster)
     return Reading(
         spec.collective,
         spec.n,
