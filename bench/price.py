@@ -1,7 +1,7 @@
 """How right are the prices? Every published table three ways, and who wins where it was published.
 
 python bench/price.py                   prints, and writes bench/results/price.md
-python bench/price.py --quick           without the held-out fits (they take two minutes)
+python bench/price.py --quick           without the held-out fits (they take three minutes)
 
 own       the table's own constants fitted: mean error, and the worst above 64 KiB
 shared    one set of constants for all machines (plait/cluster/software.py)

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster import Cluster
+from plait.cluster.units import spell_size
 from plait.collectives.algorithms import names
 from plait.collectives.measure import measure, private_loopback
 from plait.collectives.schedule import Collective
+from plait.errors import InputError
 from plait.report.collectives import measured, notes
 from plait.report.tables import show
 from plait.runtime.processes import launch, world
@@ -18,9 +20,20 @@ from plait.runtime.processes import launch, world
 
 def run(collective: Collective, size: int, nproc: int, rounds: int) -> None:
     """On local processes, in a network of their own where the system allows it."""
+    check_memory(size, nproc)
     private = private_loopback()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     launch(survey, nproc, collective, size, rounds, private)
+
+
+def check_memory(size: int, nproc: int) -> None:
+    """InputError if so many processes cannot hold the vector and what comes from another."""
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 2 * nproc * size > have:
+        raise InputError(
+            f"--size {spell_size(size)}: {nproc} processes need twice that each, and this machine "
+            f"has {spell_size(have)}; nearest: {spell_size(have // (2 * nproc) >> 20 << 20)}"
+        )
 
 
 def survey(collective: Collective, size: int, rounds: int, private: bool) -> None:

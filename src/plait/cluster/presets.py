@@ -25,6 +25,7 @@ from plait.cluster.transport import Transport
 from plait.errors import ClusterError
 
 FOUND = " as found"  # ends the name of a machine that was detected
+MOST = 1 << 16  # devices of a cluster that is described
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,11 @@ def _parts(name: str) -> tuple[str, str, tuple[str, ...]]:
 @lru_cache(maxsize=256)
 def _build(box: str, fabric: str, options: tuple[str, ...], hosts: int) -> Cluster:
     spec = BOXES[box]
+    if hosts * spec.devices > MOST:
+        raise ClusterError(
+            f"{hosts} x {box} are {hosts * spec.devices} devices, and {MOST} are the most that a "
+            f"cluster has; nearest: {box}[{MOST // spec.devices}x{spec.devices}]"
+        )
     levels = list(spec.levels)
     if "nvls" in options:
         levels[0] = replace(levels[0], reduces=spec.reduces)

@@ -253,7 +253,20 @@ class Cluster:
 
     @staticmethod
     def from_json(text: str) -> Cluster:
-        data = json.loads(text)
+        try:
+            return Cluster._read(json.loads(text))
+        except ClusterError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            shown = text if len(text) <= 60 else f"{text[:60]}..."
+            raise ClusterError(
+                f"{shown!r} is no cluster ({what}); it is a preset's spelling, for example "
+                "dgx-h100[2x8], or JSON as Cluster.to_json() writes it"
+            ) from None
+
+    @staticmethod
+    def _read(data: dict[str, Any]) -> Cluster:
         device = data["device"]
         device |= {
             "flops": tuple(map(tuple, device["flops"])),

@@ -149,10 +149,12 @@ def _resolve(spec: Spec) -> Algorithm:
             f"and a root among the ranks (has {spec.root}), all whole numbers"
         )
     if transfers(spec) > MOST:
+        fewer = [f"{isqrt(MOST // spec.pieces)} ranks"] if spec.pieces <= MOST else []
+        fewer += [f"{MOST // spec.n**2} pieces"] if spec.n**2 <= MOST else []
         raise ScheduleError(
             f"{spec}: would have about {transfers(spec):.2g} transfers, and {MOST} are the most that "
-            f"are written down; nearest: {isqrt(MOST // spec.pieces)} ranks, or "
-            f"{MOST // spec.n**2} pieces (plait.cost.flow.wide simulates thousands of ranks)"
+            f"are written down; nearest: {' or '.join(fewer) or 'ring[8]'} "
+            "(plait.cost.flow.wide simulates thousands of ranks)"
         )
     if spec.algorithm != "hierarchical" and (len(spec.levels) > 1 or spec.inner):
         raise ScheduleError(

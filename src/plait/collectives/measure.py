@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from statistics import median
 
@@ -71,12 +72,15 @@ def measure(
     collective: Collective = "all_reduce",
     extra: Callable[[torch.Tensor], object] | None = None,
 ) -> tuple[Measured, ...]:
-    """Called on all ranks; every rank gets the same answer. Sizes are in bytes of float32.
+    """Called on all ranks; every rank gets the same answer. Sizes are in bytes of float32, rounded
+    up to whole elements (of all_gather, on every rank).
 
     `extra`: one more thing to time, under the name "extra".
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    tensor = torch.zeros(_elements(collective, size, rank, ranks))
+    own = ceil(size / 4 / (ranks if collective == "all_gather" else 1))  # of this rank's input
+    size = 4 * own * (ranks if collective == "all_gather" else 1)
+    tensor = torch.zeros(own)
     runs: dict[str, Callable[[], object]] = {
         name: _caller(collective, tensor, group, name) for name in algorithms
     }
@@ -100,11 +104,6 @@ def measure(
         )
         for i, name in enumerate(runs)
     )
-
-
-def _elements(collective: Collective, size: int, rank: int, ranks: int) -> int:
-    """Of this rank's input; S is the whole vector."""
-    return size // 4 // (ranks if collective == "all_gather" else 1)
 
 
 def _caller(
@@ -140,7 +139,9 @@ def _counted(run: Callable[[], object], group: dist.ProcessGroup | None) -> int 
     counters = torch.tensor([first, second, _still(group)])
     dist.broadcast(counters, group=group, group_src=0)
     before, between, after = counters.tolist()
-    return None if -1 in (before, between, after) else (after - between) - (between - before)
+    if -1 in (before, between, after):
+        return None
+    return int(max(0, (after - between) - (between - before)))  # a retransmission may tip the balance
 
 
 def _still(group: dist.ProcessGroup | None) -> int:

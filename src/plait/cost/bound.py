@@ -55,10 +55,10 @@ def bound(collective: Collective, cluster: Cluster) -> Bound:
 def _bound(collective: Collective, cluster: Cluster) -> Bound:
     if cluster.size == 1:
         return Bound(0.0, 0.0, 0.0)
-    spanned = range(_outermost(cluster) + 1)
-    slopes = [_level(collective, cluster, level) for level in spanned]
-    buses = max(_shared(collective, cluster, level) for level in spanned)
-    latency = cluster.levels[_outermost(cluster)].latency
+    top = _outermost(cluster)
+    slopes = [_level(collective, cluster, level, top) for level in range(top + 1)]
+    buses = max(_shared(collective, cluster, level, top) for level in range(top + 1))
+    latency = cluster.levels[top].latency
     return Bound(
         latency,
         max(buses, *(plain for plain, _ in slopes)),
@@ -71,12 +71,12 @@ def _outermost(cluster: Cluster) -> int:
     return int(cluster.level_of(np.zeros_like(ranks), ranks).max())
 
 
-def _level(collective: Collective, cluster: Cluster, level: int) -> tuple[float, float]:
+def _level(collective: Collective, cluster: Cluster, level: int, top: int) -> tuple[float, float]:
     """Seconds a byte that the units of a level need: without, and with, addition by a switch."""
     units = cluster.units(level)
     if len(units) == 1:
         return 0.0, 0.0
-    n, exits = cluster.size, [_exit(cluster, level, unit) for unit in units]
+    n, exits = cluster.size, [_exit(cluster, level, unit, top) for unit in units]
     pairs = list(zip(units, exits, strict=True))
     if collective in ("all_gather", "reduce_scatter"):
         slope = max((n - len(unit)) / n / rate for unit, rate in pairs)
@@ -92,17 +92,17 @@ def _level(collective: Collective, cluster: Cluster, level: int) -> tuple[float,
     return slope, slope
 
 
-def _exit(cluster: Cluster, level: int, unit: Sequence[int]) -> float:
+def _exit(cluster: Cluster, level: int, unit: Sequence[int], top: int) -> float:
     """Line rate of all ports by which these ranks leave their unit of `level`."""
     rate = 0.0
-    for outer in range(level, _outermost(cluster) + 1):
+    for outer in range(level, top + 1):
         rate += len(cluster.ports_of(outer, unit)) * cluster.levels[outer].bandwidth
         if cluster.levels[outer].through:
             break
     return rate
 
 
-def _shared(collective: Collective, cluster: Cluster, level: int) -> float:
+def _shared(collective: Collective, cluster: Cluster, level: int, top: int) -> float:
     """Seconds a byte of what carries all that the units of a level exchange: the bus that joins
     everything, and ports of one rate for both ways, which each byte passes twice."""
     spec, units, n = cluster.levels[level], cluster.units(level), cluster.size
@@ -112,5 +112,5 @@ def _shared(collective: Collective, cluster: Cluster, level: int) -> float:
     }.get(collective, len(units) - 1)
     alone = len(cluster.units(level + 1)) == 1
     bus = crossings / spec.total if spec.total is not None and alone else 0.0
-    ports = sum(_exit(cluster, level, unit) for unit in units)
+    ports = sum(_exit(cluster, level, unit, top) for unit in units)
     return bus if spec.duplex else max(bus, 2 * crossings / ports)

@@ -11,6 +11,7 @@ run. It is monotone in the size, zero for one rank or no bytes, and never below 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -154,7 +155,7 @@ def _check(collective: str, nbytes: float, ranks: Sequence[int], cluster: Cluste
         wrong.append(f"{nbytes} bytes")
     if not len(ranks):
         wrong.append("no ranks")
-    if twice := sorted({r for r in ranks if list(ranks).count(r) > 1}):
+    if twice := sorted(r for r, count in Counter(ranks).items() if count > 1):
         wrong.append(f"ranks {twice} listed twice")
     if outside := sorted(r for r in set(ranks) if not 0 <= r < cluster.size):
         wrong.append(f"ranks {outside}, which are not among 0 to {cluster.size - 1} of {cluster}")

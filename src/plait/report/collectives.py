@@ -93,6 +93,8 @@ def _each(total: int | None, ranks: int) -> str:
 
 
 def _predicted(row: Measured, cluster: Cluster) -> float | None:
+    if not row.size:  # a call with nothing in it: its Python is not in the prices
+        return None
     try:
         return price(
             row.collective, row.size, range(row.ranks), cluster, algorithm=row.algorithm

@@ -171,22 +171,20 @@ def _worker(out: str, seconds: float) -> None:
     jobs = [(s, size) for size in SIZES for s in spellings(n)]
     samples: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
     begin = time.perf_counter()
+    turns = ((turn, i) for turn in range(_ROUNDS + 1) for i in range(len(jobs)))
     with _bar(rank) as show:
-        for turn in range(_ROUNDS + 1):  # the first warms up
-            for i, job in enumerate(jobs):
-                took = torch.tensor(_once(*job))
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-                if turn:
-                    samples[job].append(float(took))
-                passed = (time.perf_counter() - begin) / seconds
-                show(max(passed, (turn + i / len(jobs)) / (_ROUNDS + 1)))
-            enough = torch.tensor(float(passed > 1))
-            dist.all_reduce(enough)
-            if float(enough) and turn:
+        for turn, i in turns:
+            took = _once(*jobs[i])
+            passed = (time.perf_counter() - begin) / seconds
+            slowest = torch.tensor([took, passed], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            samples[jobs[i]].append(float(slowest[0]))
+            show(max(passed, (turn + i / len(jobs)) / (_ROUNDS + 1)))
+            if turn and slowest[1] > 1:  # all ranks see the same clock, and stop together
                 break
     if rank == 0:
         rows = [
-            Measured(spelling, size, statistics.median(found))
+            Measured(spelling, size, statistics.median(found[1:] or found))  # the first warms up
             for (spelling, size), found in samples.items()
         ]
         Path(out).write_text(json.dumps([asdict(row) for row in rows]))
