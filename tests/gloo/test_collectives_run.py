@@ -17,6 +17,7 @@ from torch import Tensor
 
 from plait import collectives
 from plait.collectives import Schedule, build, names
+from plait.collectives.bind import PACK
 from plait.collectives.schedule import balanced, offsets
 from plait.errors import CollectiveError
 from tests.gloo.harness import Pool
@@ -102,7 +103,16 @@ def test_everything_gets_where_it_should(pool: Pool, n: int) -> None:
     pool.run(moves, n, [1, n - 1, n + 1, 1000])
 
 
-@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", NS)
+def test_vectors_that_are_sent_unpacked(pool: Pool, n: int, dtype: torch.dtype) -> None:
+    size = n * PACK // dtype.itemsize + 1
+    pool.run(reductions, n, [size], dtype)
+    pool.run(moves, n, [PACK // 4 + 1])
+
+
+@pytest.mark.parametrize("n", [2, 4, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 5, 7, 8))])
 def test_sixty_four_mebibytes(pool: Pool, n: int) -> None:
     for name in ("ring", "two_shot", "halving_doubling", "double_tree", "parameter_server"):
         pool.run(large, n, name, (64 << 20) // 4)

@@ -39,6 +39,8 @@ def count(out: str) -> None:
         if dist.get_rank() < n:
             found = measure(names(collective), SIZE, groups[n], 1, 0, collective)
             rows += [(collective, n, m.algorithm, m.wire, m.counted) for m in found]
+            (odd,) = measure(["ring"], 7, groups[n], 1, 0, collective)
+            assert odd.size == (4 * n if collective == "all_gather" else 8)  # whole elements
         dist.barrier()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows))

@@ -83,6 +83,8 @@ def test_collectives_priced_drawn_and_tuned(
     [
         (("collectives", "--collective", "sum"), "'sum' is none of all_reduce,"),
         (("collectives", "--size", "big"), "'big' is no size"),
+        (("collectives", "--size", "99999TiB"), "4 processes need twice that each, and this machine has"),
+        (("collectives", "--dry", "--cluster", "{"), "'{' is no cluster"),
         (("collectives", "--show", "ring[0]"), "ring[0]"),
         (("collectives", "tuner-csv", "--cluster", "loopback"), "loopback has no NCCL"),
         (("plan", "climodel:g", "--cluster", "dgx-h100"), "module 'climodel' has no 'g'"),

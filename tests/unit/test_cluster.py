@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.cluster import Cluster, Level, detect, presets, stored
@@ -47,6 +47,7 @@ def test_a_preset_spells_itself_and_parses_back(text):
     assert Cluster.from_json(cluster.to_json()) == cluster
 
 
+@settings(deadline=None)
 @given(
     box=st.sampled_from(sorted(BOXES)),
     fabric=st.sampled_from(sorted(FABRICS)),
@@ -65,6 +66,25 @@ def test_a_machine_that_is_no_preset_is_one_line_of_json():
     own = Cluster("mine", BOXES["loopback"].device, (Level("bus", 3, 1e9, 1e-6),))
     assert "\n" not in str(own)
     assert Cluster.parse(str(own)) == own
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", '{"device": 3}', '{"device": {"flops": [], "tiles": []}, "levels": 1}']
+)
+def test_json_that_is_no_cluster_is_refused_in_words(text):
+    with pytest.raises(ClusterError, match="is no cluster .* dgx-h100"):
+        Cluster.parse(text)
+
+
+def test_a_wrong_level_in_json_is_told_as_such():
+    own = Cluster("mine", BOXES["loopback"].device, (Level("bus", 3, 1e9, 1e-6),))
+    with pytest.raises(ClusterError, match=r"levels \['bus'\] need arity"):
+        Cluster.parse(own.to_json().replace('"arity": 3', '"arity": 0'))
+
+
+def test_a_cluster_has_a_size_that_can_be_written_down():
+    with pytest.raises(ClusterError, match=r"800000 devices.*nearest: dgx-h100\[8192x8\]"):
+        Cluster.parse("dgx-h100[100000x8]")
 
 
 @pytest.mark.parametrize("name", presets.names())
