@@ -8,7 +8,7 @@ The residual stream is cut by rows among the ranks (`Ring`); with N ranks a matm
 Two ways lead to another rank, and a move's `Way` (passes/rings.py) divides the rows between them:
 
     copied    by the copy engine, beside the matmul on other rows; costs no multiprocessor, but some
-              15 us of signals and engine changes before the rows can be used. In several runs, so that
+              7 us of engine changes and signals before the rows can be used. In several runs, so that
               the first is under way, or used, before the last is there
     direct    read or stored by the kernel that sums and norms; nothing hides it but the other rows of
               that kernel, and its signals take 3 us
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 GRAIN = 64  # rows; a cut between copied and direct rows, or runs, is a multiple of it where rows allow
 RUNS = 4  # of one rank's rows, at most
 COPIED = Way()
-
 
 Coming = dict[Run, Tensor]  # a flag for every run of rows on its way here; each must be drained once
 
