@@ -20,6 +20,7 @@ from plait.runtime.calibrate import SQUARE, device_of
 
 SPELLINGS = [
     "dgx-h100[8]",
+    "dgx-a100[4x8]/roce-200g",
     "dgx-h100[4]",
     "dgx-h100[2x8]/roce+nvls",
     "dgx-b200[4x8]/efa",

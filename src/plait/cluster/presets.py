@@ -234,6 +234,8 @@ FABRICS: dict[str, Level] = {
     "ib-hdr": _fabric("ib-hdr", 25e9, 2.7e-6, share=0.96),
     "ib-ndr": _fabric("ib-ndr", 50e9, 2.7e-6, share=0.96),
     "roce": _fabric("roce", 50e9, 3.5e-6, share=0.95),
+    # clusters of A100: NCCL reaches 24 of 25 GB/s by either network (NVIDIA GTC24 S62129)
+    "roce-200g": _fabric("roce-200g", 25e9, 3.5e-6, share=0.96),
     "efa": _fabric("efa", 50e9, 15e-6, share=0.97, ordered=False),
     "100gbe": _fabric("100gbe", 12.5e9, 25e-6, share=0.85, ports=1),
 }
