@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from plait.capture import capture
-from plait.capture.loss import TARGET, Loss, with_loss
 from plait.errors import CaptureError
-from plait.passes.microbatch import WHOLE_COPY, Uncut, find, piece
 from plait.program import Program
-from plait.rules.aten import table
-from plait.rules.describe import describe
 from plait.rules.facts import pattern_of
-from plait.rules.layout import PARTIAL
-from plait.rules.moves import Cut, take
 from tests import pretend
 from tests.cases import Setup
-from tests.compare import Close, Run, as_good_as, demand, differences, discrepancies, plain, within
+from tests.compare import Close, Run, as_good_as, demand, discrepancies, plain, within
 from tests.fuzz import recipe
 from tests.lockstep.test_overlap_forced import forced, left_whole, prove
 
-SEEDS = 200  # in the full matrix; every run takes a few of them
+SEEDS, FEWER = 200, 64  # in the full matrix; every run takes a few of them
 CLOSE = within(1e-9, 1e-10)
 FOUND_DYNAMIC = [pytest.param(s, marks=pytest.mark.unthinned) for s in (2023, 2144)]  # wrong once
 JUMPS = {"looked_up", "best", "sequenced", "where", "maximum", "amax"}
@@ -53,14 +45,14 @@ def test_a_random_model_in_chunks(seed: int) -> None:
     prove(planned, setup, n, True, plain(setup), within(1e-9, 1e-10))
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", range(FEWER))
 def test_a_random_model_without_gradients(seed: int) -> None:
     setup = recipe(1000 + seed)
     setup = replace(setup, args=tuple(x.detach() for x in setup.args))
     right(setup, pretend.trace(setup, training=False), seed, CLOSE, train=False)
 
 
-@pytest.mark.parametrize("seed", [*FOUND_DYNAMIC, *range(2000, 2000 + SEEDS)])
+@pytest.mark.parametrize("seed", [*FOUND_DYNAMIC, *range(2000, 2000 + FEWER)])
 def test_a_random_model_with_any_number_of_rows(seed: int) -> None:
     """One program for every batch, or a refusal that names the size."""
     setup = recipe(seed, batch=4)
@@ -82,7 +74,7 @@ def test_a_random_model_with_any_number_of_rows(seed: int) -> None:
             right(call, program, seed, CLOSE, want=want)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", range(FEWER))
 def test_a_random_model_of_a_short_dtype(seed: int) -> None:
     """As near to float64 as one process comes, where no operator jumps by what is rounded."""
     setup = recipe(3000 + seed)
@@ -104,53 +96,6 @@ def right(
         for rank, got in enumerate(pretend.run(divided, setup, train)):
             lines = discrepancies(got, want, close)
             demand(lines, about=f"rank {rank} of {n}\n{setup.model}\n{divided.plan()}\n")
-
-
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_terms_of_the_pieces_of_a_random_model_add_up(seed: int) -> None:
-    """Micro-batches of uneven rows: the loss and all gradients are those of the whole batch."""
-    setup = recipe(4000 + seed, batch=5)
-    want = plain(replace(setup, loss=squares))
-    program = capture(with_loss(setup.model, Loss(squares)), setup.args, {TARGET: ()}, training=True)
-    description = describe(program, table())
-    batch = find(program, description, 3)
-    if isinstance(batch, Uncut) or batch.layouts[program.graph.output_node().args[0][0]] != PARTIAL:  # type: ignore[index]
-        pytest.skip("not cut, or not by what the loss is a sum over")
-    values = pretend.values(setup, program)
-    leaves = {w.node: values[w.name].detach().clone().requires_grad_() for w in program.weights}
-    inputs = {i.node: x.detach().clone().requires_grad_() for i, x in zip(program.inputs, setup.args, strict=False)}
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    loss = torch.zeros((), dtype=torch.float64)
-    for k in range(batch.pieces):
-        feed = {**leaves, **{f"{name}{WHOLE_COPY}": x for name, x in inputs.items()}}
-        for name, x in inputs.items():
-            dims = description.dims[nodes[name]][0]
-            cut = None if batch.split.dim(dims) is None else Cut.of(dims, batch.split)
-            feed[name] = x if cut is None else take(x, cut.dim, cut.rows[k])
-        loss = loss + _run(piece(program, description, batch, k), feed)
-    loss.backward()
-    grads = {w.name: leaves[w.node].grad for w in program.weights}
-    demand(
-        differences(loss.detach(), want.loss, "loss", CLOSE),
-        differences(grads, {name: want.gradients[name] for name in grads}, "gradients", CLOSE),
-        about=f"{batch.split}\n{setup.model}\n",
-    )
-
-
-def squares(outs: tuple[Tensor, ...]) -> Tensor:
-    """Every element with a weight of its own column, the means of all outputs added up."""
-    wide = [x for x in outs if x.is_floating_point() and x.requires_grad]
-    terms = [(x * torch.arange(1, x.size(-1) + 1, dtype=x.dtype).cos()).pow(2).mean() for x in wide if x.dim()]
-    return sum(terms, torch.zeros((), dtype=torch.float64))
-
-
-def _run(part: Program, feed: dict[Any, Tensor]) -> Tensor:
-    for node in part.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-    names = [n.name for n in part.graph.nodes if n.op == "placeholder"]
-    module = torch.fx.GraphModule(dict(part.constants), part.graph)
-    return module(*(feed[name] for name in names))[0].reshape(())  # type: ignore[no-any-return]
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
