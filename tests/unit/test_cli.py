@@ -137,7 +137,7 @@ def test_a_mesh_that_cannot_be_is_told_from_one_that_is_too_large(
     assert call(monkeypatch, "plan", "climodel:f", "--cluster", "dgx-h100", "--tp", "2") == 1
     error = capsys.readouterr().err
     assert "no mesh that was asked for can run on dgx-h100[8]; tp=1 pp=1 dp=1 can, on 1 of its" in error
-    assert "tp=2 pp=4 dp=1: pp=4: the model has 3 operators" in error
+    assert "tp=2 pp=4 dp=1: 4 stages: the model has 3 operators" in error
 
 
 def test_rules_and_clusters(
