@@ -76,7 +76,7 @@ def compile(
     machine = Cluster.of(cluster, measured=measure)
     options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)
     ask = joint.Ask(
-        meshes, machine, options, micro_batches, joint.allowed(schedule),
+        meshes, machine, options, micro_batches, joint.allowed(schedule, machine.device),
         recompute=joint.recompute(recompute), outputs=outputs,
     )  # fmt: skip
     chosen = choose(program, ask, agreement, plan)

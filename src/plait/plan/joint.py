@@ -24,6 +24,7 @@ from functools import cached_property
 from math import ceil, inf
 
 from plait.cluster import Cluster
+from plait.cluster.device import Device
 from plait.cluster.presets import grow
 from plait.errors import InputError, PlanError
 from plait.mesh import ORDERS, Mesh
@@ -46,6 +47,8 @@ FRONT = 8  # candidates that a plan lists
 CLOSE = 0.02
 DEEP = 8  # micro-batches a stage, at most: the bubble is then below 1/9
 RECOMPUTE = ("off", "full")
+# NCCL has no tags: messages of two ranks match in the order in which both post them, not proven of the others.
+UNTAGGED = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -359,10 +362,13 @@ def recompute(asked: str) -> tuple[str, ...]:
     return RECOMPUTE if asked == "auto" else (asked,)
 
 
-def allowed(name: str) -> tuple[str, ...]:
-    """The schedules that `schedule=` leaves to choose among. Raises InputError for an unknown one."""
+def allowed(name: str, running: Device | None = None) -> tuple[str, ...]:
+    """The schedules that `schedule=` leaves to choose among, `running` on such devices or only planned.
+
+    Raises InputError for an unknown one.
+    """
     if name == "auto":
-        return tuple(schedule.SCHEDULES)
+        return UNTAGGED if running is not None and running.kind == "cuda" else tuple(schedule.SCHEDULES)
     if name not in schedule.SCHEDULES:
         raise InputError(f"schedule={name!r}: it takes {', '.join(schedule.SCHEDULES)}, or 'auto'")
     return (name,)
