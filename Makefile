@@ -37,7 +37,7 @@ lockstep: install
 	$(PYTEST) tests/lockstep -m "not full and not gpu" --thin 32 -q $(SPREAD)
 
 gloo: install
-	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 16 -q --durations=15
+	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 20 -q --durations=15
 
 install: $(VENV)/installed
 
