@@ -450,7 +450,7 @@ print(peak() - before - held, rows * cols * 4)
 """
 
 
-@pytest.mark.parametrize("cut", ["rows", "columns"])
+@pytest.mark.parametrize("cut", [pytest.param("rows", marks=pytest.mark.full), "columns"])
 def test_loading_holds_at_most_one_tensor_more(tmp_path: Path, cut: str) -> None:
     save_file({f"w{i}": torch.randn(1024, 4096) for i in range(8)}, tmp_path / "a.safetensors")
     out = subprocess.run(
