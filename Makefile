@@ -34,10 +34,10 @@ unit: install
 
 # Whole programs: planned for described machines, or run as pretend ranks, in lockstep in one process.
 lockstep: install
-	$(PYTEST) tests/lockstep -m "not full and not gpu" --thin 32 -q $(SPREAD)
+	$(PYTEST) tests/lockstep -m "not full and not gpu" --thin 64 -q $(SPREAD)
 
 gloo: install
-	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 20 -q --durations=15
+	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 40 -q --durations=15
 
 install: $(VENV)/installed
 
