@@ -16,7 +16,7 @@ from plait.compiler.source import Source
 from plait.errors import CaptureError, InputError
 from plait.passes.microbatch import Joined, Uncut, why_uncut
 from plait.plan import planner
-from plait.plan.plan import Plan, constants, program_digest
+from plait.plan.plan import Plan, compared
 from plait.plan.planner import Held, Laid, Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
@@ -53,8 +53,7 @@ class Job:
 
     def plan(self, program: Program, fixed: Held | None = None) -> Planned:
         """Rank 0's plan on every rank; all ranks must have captured the same program."""
-        told = [f"constant {line}" for line in constants(program)]
-        self.agreement.same("compile", [f"program {program_digest(program)}", *told])
+        self.agreement.same("compile", compared(program))
         if self.saved is not None and fixed is None:
             return planner.replay(program, self.saved, self.options)
         mine: Planned | None = None

@@ -300,6 +300,16 @@ class Plan:
 
 def program_digest(program: Program) -> str:
     """Equal for equal graphs, shapes, dtypes and weights; constants count by their values."""
+    return _digest(program, _constants(program))
+
+
+def compared(program: Program) -> list[str]:
+    """What ranks that captured one program say alike: its digest, then every constant."""
+    lines = _constants(program)
+    return [f"program {_digest(program, lines)}", *(f"constant {line}" for line in lines)]
+
+
+def _digest(program: Program, constants: list[str]) -> str:
     digest = hashlib.sha256()
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -309,13 +319,13 @@ def program_digest(program: Program) -> str:
         digest.update(
             f"{weight.names} {weight.shape} {weight.dtype} {weight.requires_grad}".encode()
         )
-    for line in constants(program):
+    for line in constants:
         digest.update(line.encode())
     digest.update(str(program.training).encode())
     return digest.hexdigest()[:16]
 
 
-def constants(program: Program) -> list[str]:
+def _constants(program: Program) -> list[str]:
     """A line for each: name, shape, dtype and a checksum of its values."""
     return [f"{n} {tuple(t.shape)} {t.dtype} {_contents(t)}" for n, t in program.constants.items()]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Terms:
 
 
 def staged_shape(bounds: tuple[int, ...], width: int) -> tuple[int, int, int]:
-    return len(bounds) - 1, max(b - a for a, b in zip(bounds, bounds[1:], strict=False)), width
+    return len(bounds) - 1, max(b - a for a, b in pairwise(bounds)), width
 
 
 def push(lane: Lane, into: Tensor, rows: Tensor, landed: Channel, rank: int) -> None:

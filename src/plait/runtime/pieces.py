@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from plait.passes.rings import Way
+from plait.rules.split import merged
 from plait.runtime.copy_engine import Lane, Range, Run, Terms, push, staged_shape
 from plait.runtime.handshake import Handshake, Reach
 from plait.runtime.symmetric import Channel, KernelSignals, Rows, Signals, Workspace, bytes_for
@@ -173,7 +174,7 @@ def gather_matmul(
             linear(rows.between(first, last), first, last)
 
     here = [(rows.bounds[rows.rank], rows.bounds[rows.rank + 1])]
-    for first, last in merged(here + [ring.direct(rank, way) for rank in rows.others]):
+    for first, last in merged(sorted(here + [ring.direct(rank, way) for rank in rows.others])):
         run(first, last)
     for i in range(way.runs):
         for rank in rows.others:
@@ -208,7 +209,7 @@ def matmul_scatter(
                 linear(x[first:last], first, last)
                 ring.send(compute, rank, i, (first, last))
     own = [(partials.bounds[partials.rank], partials.bounds[partials.rank + 1])]
-    for first, last in merged(own + [ring.direct(rank, way) for rank in partials.others]):
+    for first, last in merged(sorted(own + [ring.direct(rank, way) for rank in partials.others])):
         linear(x[first:last], first, last)
     return ring.collect(way)
 
@@ -287,14 +288,3 @@ def _even(rows: float, of: int) -> int:
     """About so many rows, in whole grains where there are enough."""
     grain = GRAIN if of >= 2 * GRAIN else 1
     return round(rows / grain) * grain
-
-
-def merged(ranges: list[Range]) -> list[Range]:
-    """Sorted, without the empty ones, neighbours joined."""
-    joined: list[Range] = []
-    for first, last in sorted(r for r in ranges if r[0] < r[1]):
-        if joined and joined[-1][1] == first:
-            joined[-1] = (joined[-1][0], last)
-        else:
-            joined.append((first, last))
-    return joined
