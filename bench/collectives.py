@@ -3,7 +3,8 @@
     python bench/collectives.py --nproc 2 4 --mib 16 64
 
 Prints, and keeps in bench/results/, per algorithm: the median time and its ratio to gloo's own,
-algorithm and bus bandwidth, bytes on the wire beside the ledger's. All samples are interleaved.
+algorithm and bus bandwidth, bytes on the wire beside the ledger's; then what `plait.collectives.choose` takes on
+this machine, by its calibration if there is one. All samples are interleaved.
 The processes run in a network of their own, where the system allows it, so that the counters of
 the loopback count nothing else.
 """
@@ -23,11 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from plait.cluster import Cluster
+from plait.collectives import choose
 from plait.collectives.measure import Measured, measure, private_loopback
 
 ALGORITHMS = (
     *("native", "ring", "ring/2", "ring/4", "two_shot", "two_shot/2", "halving_doubling"),
-    *("recursive_doubling", "one_shot", "tree", "double_tree", "binomial", "parameter_server"),
+    *("recursive_doubling", "one_shot", "tree", "double_tree", "binomial", "parameter_server", "sharded_server"),
 )
 RESULTS = Path(__file__).parent / "results"
 
@@ -89,11 +92,12 @@ def worker(rank: int, nproc: int, folder: str, options: Options) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     for size in options.sizes:
+        chosen = choose("all_reduce", size, range(nproc), Cluster.of(None)).algorithm
         found = measure(
             options.algorithms, size, rounds=options.rounds, extra=lambda x: dist.all_reduce(x)
         )
         if rank == 0:
-            table = {"rows": rows(found), "text": render(found)}
+            table = {"rows": rows(found), "text": f"{render(found)}\n{verdict(found, chosen)}"}
             (Path(folder) / f"{size}.json").write_text(json.dumps(table))
     dist.barrier()
 
@@ -130,6 +134,21 @@ def render(found: tuple[Measured, ...]) -> str:
         over = f"{m.wire / m.counted:.4f}" if m.wire and m.counted else ""
         lines.append(f"{line}{wire:>14}{book:>14}{over:>13}")
     return "\n".join(lines)
+
+
+def verdict(found: tuple[Measured, ...], chosen: str) -> str:
+    """What `plait.compile` would take on this machine, beside the fastest that was measured.
+
+    Of a name, the fastest number of pieces counts.
+    """
+    taken = min(m.seconds for m in found if m.algorithm.split("/")[0] == chosen)
+    ours = min(m.seconds for m in found if m.algorithm not in ("native", "extra"))
+    gloo = next(m.seconds for m in found if m.algorithm == "extra")
+    fastest = min(m.seconds for m in found if m.algorithm != "extra")
+    return (
+        f"fastest of ours {ours / gloo:.2f}x gloo's own; chosen on this machine: {chosen}, "
+        f"{taken / fastest:.2f}x the fastest measured"
+    )
 
 
 if __name__ == "__main__":

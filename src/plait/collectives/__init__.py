@@ -7,6 +7,7 @@
     collectives.prove(schedule)                          that they are right
     collectives.ledger(schedule, 1 << 20).sent           the bytes they send
     print(collectives.explain("tree[6]"))
+    collectives.choose("all_reduce", 1 << 26, range(8), "dgx-h100")    every algorithm's price, cheapest first
 
 docs/collectives.md has the algorithms, the bounds and their derivations.
 """
@@ -31,13 +32,21 @@ from plait.collectives.schedule import (
     Spec,
     Transfer,
 )
+from plait.cost.comm import (  # of the room above: a user looks here for them
+    Choice,
+    Price,
+    choose,
+    price,
+)
 
 __all__ = [
     "ALGORITHMS",
     "COLLECTIVES",
+    "Choice",
     "Collective",
     "Ledger",
     "Message",
+    "Price",
     "Proof",
     "Schedule",
     "Spec",
@@ -47,6 +56,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "build",
+    "choose",
     "closed_form",
     "compare",
     "draw",
@@ -54,6 +64,7 @@ __all__ = [
     "least",
     "ledger",
     "names",
+    "price",
     "prove",
     "reduce",
     "reduce_scatter",

@@ -76,7 +76,7 @@ def price(
     collective: str,
     nbytes: float,
     ranks: Sequence[int],
-    cluster: Cluster,
+    cluster: Cluster | str,
     algorithm: str | None = None,
     *,
     transport: str | None = None,
@@ -84,7 +84,7 @@ def price(
 ) -> Price:
     """The price of one collective of `nbytes`: the whole vector, or of all_to_all one rank's part.
 
-    `ranks` are ranks of the cluster, in the order of the group. `algorithm` is a name, a
+    `ranks` are ranks of the cluster (one, or the name of a preset), in the order of the group. `algorithm` is a name, a
     schedule's spelling (`ring[8]/4`), or None for the cheapest. Of a name, the cheapest number of
     pieces is taken.
     """
@@ -97,7 +97,7 @@ def choose(
     collective: str,
     nbytes: float,
     ranks: Sequence[int],
-    cluster: Cluster,
+    cluster: Cluster | str,
     *,
     deterministic: bool = False,
     algorithm: str | None = None,
@@ -109,6 +109,7 @@ def choose(
     `deterministic` leaves out what chooses its order of addition by size or timing by itself:
     `native`.
     """
+    cluster = Cluster.of(cluster)
     _check(collective, nbytes, ranks, cluster)
     part = _part(cluster, tuple(ranks))
     best: dict[str, Price] = {}
