@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -299,6 +300,17 @@ def test_receiving_into_what_is_being_sent_is_refused() -> None:
     wrong[0].remove(copy)
     wrong[0].insert(1, copy)
     with pytest.raises(ScheduleError, match="is written while it is sent"):
+        run_programs(schedule, wrong, Orders())
+
+
+def test_sending_what_is_being_received_is_refused() -> None:
+    schedule, wrong = programs("ring[3]")
+    copies = (i.message for i in wrong[0] if isinstance(i, Recv) and i.slot is None)
+    passed_on = next(m for m in copies if any(isinstance(i, Send) and i.message.chunks == m.chunks
+                                              and i.message.step > m.step for i in wrong[0]))  # fmt: skip
+    wrong[0].remove(Wait(passed_on))
+    wrong[0].append(Wait(passed_on))
+    with pytest.raises(ScheduleError, match=f"is read while it is received: {re.escape(str(passed_on))}"):
         run_programs(schedule, wrong, Orders())
 
 

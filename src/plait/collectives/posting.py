@@ -201,16 +201,19 @@ class _Compiler:
         return self._posted(message, self.slots.index(None))
 
     def _receive_early(self, message: Message, step: int) -> bool:
-        """Post a receive of a later step, if its place is free and stays unread until then."""
+        """Post a receive of a later step, if its place is free and stays unread until then.
+
+        What earlier steps left in the place is settled by now: no transfer is in vain (check.py), so it has been
+        sent on, or is still to be sent, which is a read.
+        """
         if message.op == "add":
             if None in self.slots:
                 self._posted(message, self.slots.index(None))
                 return True
             return False
         read = any(step < s <= message.step for c in message.chunks for s in self.sent[c])
-        written = any(not box.chunks.isdisjoint(message.chunks) for box in self.unsettled.values())
         readers = self._readers(message.chunks)
-        if read or written or any(m.step >= step for m in readers):
+        if read or any(m.step >= step for m in readers):
             return False
         self._finish(readers)
         self._posted(message, None)
