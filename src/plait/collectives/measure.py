@@ -133,7 +133,13 @@ def _timed(run: Callable[[], object], group: dist.ProcessGroup | None) -> float:
 
 
 def _counted(run: Callable[[], object], group: dist.ProcessGroup | None) -> int | None:
-    """Bytes on the loopback in one call, less those of the barriers; rank 0's counters, for all."""
+    """Bytes on the loopback in one call: the middle of three, as TCP sends again what was acknowledged late."""
+    found = sorted(n for _ in range(3) if (n := _count(run, group)) is not None)
+    return found[len(found) // 2] if found else None
+
+
+def _count(run: Callable[[], object], group: dist.ProcessGroup | None) -> int | None:
+    """Bytes in this call, less those of the barriers; rank 0's counters, for all."""
     first, second = _still(group), _still(group)
     run()
     counters = torch.tensor([first, second, _still(group)])
