@@ -12,7 +12,8 @@ them. Each half computes only its own products: nothing is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,14 +76,27 @@ class Queue:
     owed: list[_Owed] = field(default_factory=list)
 
     def pay(self) -> None:
-        """Every weight's gradient is added to its `.grad`."""
+        """Every weight's gradient is added to its `.grad`: at once where nothing else adds to it, so that no
+        more than one operator's gradients are held; once for all operators, where several do."""
+        uses = Counter(id(w) for o in self.owed for w in o.weights)
         made: list[tuple[Tensor, Tensor]] = []
         while self.owed:
             o = self.owed.pop(0)
             grads = torch.autograd.grad(o.outs, o.inner, o.given, allow_unused=True)
-            made += [(w, g) for w, g in zip(o.weights, grads, strict=True) if g is not None]
-        if made:
-            torch.autograd.backward([w for w, _ in made], [g for _, g in made])
+            found = [(w, g) for w, g in zip(o.weights, grads, strict=True) if g is not None]
+            made += [(w, g) for w, g in found if not _alone(w, uses)]
+            _add([(w, g) for w, g in found if _alone(w, uses)])
+        _add(made)
+
+
+def _alone(weight: Tensor, uses: Mapping[int, int]) -> bool:
+    """Whether this is a parameter itself, not made of any, and of one operator."""
+    return weight.is_leaf and uses[id(weight)] == 1
+
+
+def _add(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch.autograd.backward([w for w, _ in pairs], [g for _, g in pairs])
 
 
 class Late(nn.Module):
