@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,18 @@ def _transport(
 def _own_group(group: dist.ProcessGroup, lines: NDArray[np.int64]) -> dist.ProcessGroup:
     """The one of `lines` that this rank is in; all ranks of `group` come here together.
 
+    One that an earlier compile made is taken again: a group is threads and sockets, or a communicator's memory.
+    All ranks find it or none does, as they made all lines together; torch keeps it, and forgets it with `group`.
+    """
+    cut = sha256(lines.tobytes()).hexdigest()[:16]
+    desc = f"plait: {group.group_name} in {len(lines)} lines, {cut}"
+    made = (g for g in dist.distributed_c10d._world.pg_map if g.group_desc == desc)
+    return next(made, None) or _made(group, lines, desc)
+
+
+def _made(group: dist.ProcessGroup, lines: NDArray[np.int64], desc: str) -> dist.ProcessGroup:
+    """Groups of all `lines`; this rank's.
+
     A part of the world makes its groups without the others. torch names such a group by its ranks
     and by how many groups a process has had, so that ranks with different pasts would wait for each
     other under different names: those that are behind first make groups of their own rank alone.
@@ -176,10 +189,10 @@ def _own_group(group: dist.ProcessGroup, lines: NDArray[np.int64]) -> dist.Proce
     named = [[ranks[r] for r in line] for line in lines.tolist()]
     mine = next(i for i, line in enumerate(named) if me in line)
     if len(ranks) == dist.get_world_size():
-        return [dist.new_group(line) for line in named][mine]  # type: ignore[no-any-return]
+        return [dist.new_group(line, group_desc=desc) for line in named][mine]  # type: ignore[no-any-return]
     for _ in range(_behind(group)):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return dist.new_group(named[mine], use_local_synchronization=True)  # type: ignore[no-any-return]
+        dist.new_group([me], use_local_synchronization=True)
+    return dist.new_group(named[mine], use_local_synchronization=True, group_desc=desc)  # type: ignore[no-any-return]
 
 
 def _behind(group: dist.ProcessGroup) -> int:
