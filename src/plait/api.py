@@ -1,4 +1,4 @@
-"""The order of a compile: capture, describe, plan, partition, load, run; written only here."""
+"""The order of a compile: capture, describe, plan, partition, load, measure, run; written only here."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from plait.asked import check, check_sites
 from plait.capture import capture
 from plait.cluster import Cluster
 from plait.compiler.chosen import choose
+from plait.compiler.contest import Contest
 from plait.compiler.job import Job
 from plait.compiler.source import Source, device_of
 from plait.errors import InputError
@@ -57,7 +58,8 @@ def compile(
 
     `args`, `kwargs`: example inputs, the same on every rank; of one replica where `dp` makes several. `tp`, `pp`,
     `dp`: ranks by axis, together the group's; "auto" by predicted time. `cluster`: the machine to plan for, as
-    `plait clusters` spells it; None: the one at hand, by what `plait calibrate` measured unless `measure=False`.
+    `plait clusters` spells it; None: the one at hand. `measure`: by what `plait calibrate` measured of it, and overlap
+    that is predicted to gain is tried against blocking on these ranks; False: predicted from what is described alone.
     `dynamic`: `{"input_ids": {0: "batch"}}`, sizes that one program serves. `weights`: a safetensors file or folder for
     a model on meta. `plan`: a saved one. `objective`: "latency" or "throughput". `algorithm`: "auto", one name, or
     `{site: name}`. `overlap`: "auto", "off" or a number of chunks. `micro_batches`, `schedule`, `outputs` ("all"
@@ -83,11 +85,12 @@ def compile(
     seat = Seat.of(chosen.seats, group, agreement, where)
     pieces, alone = chosen.micro_batches(micro_batches), chosen.alone(training)
     staging = Staging.of(seat, machine, pieces, schedule, recompute, outputs, alone)
-    job = Job(source, chosen.options(options), seat, agreement, plan, staging, chosen.laid)
-    first = job.build(program)
-    check_sites(algorithm, first.planned.plan)
+    job = Job(source, chosen.options(options), seat, agreement, plan, staging, chosen.laid, measure)
+    contest = Contest.of(job, program)
+    check_sites(algorithm, contest.first.planned.plan)
+    holdings = job.load(program, contest.first, weights, contest.runs)
+    first = contest.winner(holdings)
     agreement.divide(seat.seats.replicas())
-    holdings = job.load(program, first, weights)
     return Compiled(first, holdings, seat.transport, agreement, job.again(first), follower)
 
 

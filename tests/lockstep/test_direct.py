@@ -15,10 +15,11 @@ from plait.capture import capture
 from plait.cluster import Cluster
 from plait.passes import norms, ops
 from plait.passes.rings import find, only_norm
-from plait.plan import planner
+from plait.plan import planner, rival
 from plait.plan.direct import HOP, RING, ways
 from plait.plan.plan import Plan
 from plait.program import Program, run_graph
+from plait.runtime.executor import layouts
 
 
 class Root(nn.Module):
@@ -178,3 +179,21 @@ def test_a_lone_projection_on_eight_devices_stays_in_one_piece() -> None:
     mine, off = (negative(Lone, 8192, 8192, "dgx-h100", 8, o) for o in ("auto", "off"))
     assert {o.form for o in mine.overlaps} <= {"whole"}
     assert mine.seconds <= off.seconds
+
+
+# -- what they are measured against ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [16, 8192])
+def test_the_rival_of_direct_moves_blocks_over_the_same_weights(rows: int) -> None:
+    """It has the split that is cheapest without them, and as near as the weights allow to that of overlap off."""
+    planned, off = wide(rows), wide(rows, "off")
+    options = planner.Options(2, Cluster.of("dgx-h200").subset(range(2)))
+    fixed = layouts(planned.local(0))
+    assert rival.overlapped(planned.plan) and rival.unwoven(planned) is None
+    blocking = rival.cheapest(planned, options, fixed)
+    assert not rival.overlapped(blocking.plan) and blocking.plan.overlap == "auto"
+    assert layouts(blocking.local(1)) == fixed
+    assert planned.plan.seconds < blocking.plan.seconds <= off.plan.seconds * 1.01
+    read = Plan.from_json(blocking.plan.to_json())
+    assert planner.replay(planned.program, read, options).plan == blocking.plan

@@ -4,7 +4,6 @@
     rows      what is timed: one program in several orchestrations, and with its transfers left out
     textbook  the recipe of every course, written with the overlap pass
     peers     PyTorch's own tensor parallelism, by hand, under torch.compile
-    sampler   all rows in turn, each sample the slowest rank's
     figures   exposed, hidden, speed-up and efficiency of the medians
     report    table, chart, JSON and SVG
     sitting   the command on one rank

@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from plait.bench.rows import Call, Row, clear
-from plait.bench.sampler import Sampler, clock
+from plait.runtime.sampler import Sampler, clock
 
 MODES = {"cuda": ("reduce-overhead", "default", "max-autotune"), "cpu": ("default",)}
 AUTOTUNED = 5.0  # how many times longer than another mode it compiles

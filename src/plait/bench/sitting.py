@@ -22,9 +22,9 @@ from plait.bench.figures import Timed, figures
 from plait.bench.peers import Peers
 from plait.bench.report import Run
 from plait.bench.rows import Call, Row, Subject, alone, clear, tensors
-from plait.bench.sampler import Sampler, clock
 from plait.cluster import Cluster
 from plait.report.tables import show
+from plait.runtime.sampler import Sampler, clock
 
 # Of outputs against one device's, as a part of their norm: what rounding in another order may do.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 0.1, torch.float16: 0.02}

@@ -2,5 +2,6 @@
 
     source.py    the user's model, and how it was asked for          -> Program
     chosen.py    the mesh, the order of its axes, micro-batches      rank 0's choice, on every rank
+    contest.py   overlap against blocking, timed on the ranks         the faster of two programs
     job.py       what runs a program on this rank, and its weights; programs for other forms of call
 """

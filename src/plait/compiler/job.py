@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from plait.capture.state import State
 from plait.compiler.source import Source
 from plait.errors import CaptureError, InputError
 from plait.passes.microbatch import Joined, Uncut, why_uncut
-from plait.plan import planner
+from plait.plan import planner, rival
 from plait.plan.plan import Plan, compared
 from plait.plan.planner import Held, Laid, Planned
 from plait.program import Program
@@ -37,6 +37,7 @@ class Job:
     saved: Plan | None = None
     staging: Staging | None = None  # of a pipeline
     laid: Laid | None = None  # by the joint choice, of the whole batch
+    measure: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -56,19 +57,27 @@ class Job:
         self.agreement.same("compile", compared(program))
         if self.saved is not None and fixed is None:
             return planner.replay(program, self.saved, self.options)
+        laid = self.laid if fixed is None else None
+
+        def make() -> Planned:
+            made = planner.make(program, self.options, fixed, laid)
+            return replace(made, plan=replace(made.plan, dp=self.seat.seats.mesh.dp))
+
+        return self.shared(program, make)
+
+    def shared(self, program: Program, make: Callable[[], Planned]) -> Planned:
+        """What rank 0 makes, on every rank."""
         mine: Planned | None = None
         text = ""
         with self.agreement.step("plan"):
             if self.agreement.plans:
-                laid = self.laid if fixed is None else None
-                mine = planner.make(program, self.options, fixed, laid)
-                mine = replace(mine, plan=replace(mine.plan, dp=self.seat.seats.mesh.dp))
+                mine = make()
                 text = mine.plan.to_json()
         chosen = Plan.from_json(self.agreement.broadcast("plan", text))
         return mine if mine is not None else planner.replay(program, chosen, self.options)
 
-    def load(self, program: Program, first: Any, weights: Any) -> Holdings:
-        """This rank's parts of the weights, from `weights` or from the live model."""
+    def load(self, program: Program, first: Any, weights: Any, runs: Sequence[Sequence[str]]) -> Holdings:
+        """This rank's parts of the weights, from `weights` or from the live model; those of `runs` in a row."""
         rank, source = self.seat.transport.rank, self.source
         with self.agreement.step("load"):
             opened = open_source(weights) if weights is not None else None
@@ -83,7 +92,7 @@ class Job:
             if places is not None:
                 parts = {n: part for n, part in parts.items() if places.holds(n)}
             tensors: dict[str, Tensor] = loading.load(
-                parts, device=self.device, dtype=source.dtype, runs=first.local.runs
+                parts, device=self.device, dtype=source.dtype, runs=runs
             )
         for weight in (*program.weights, *program.unused):
             if weight.kind == "parameter" and weight.name in tensors:
@@ -93,6 +102,7 @@ class Job:
 
     def again(self, first: Executable) -> Any:
         """Programs for other forms of call, with the weights as they are loaded."""
+        job = replace(self, options=rival.lasting(self.options, first.planned.plan))
 
         def recompile(
             args: Sequence[Any],
@@ -124,7 +134,7 @@ class Job:
                 self.agreement.same("compile", [reason])
             if program is None or reason:
                 return reason
-            return self.build(program, first, joined)
+            return job.build(program, first, joined)
 
         return recompile
 

@@ -62,6 +62,11 @@ def again(flow: Flow, plan: Plan) -> dict[Region, Form]:
     return {known[name]: known[name].form(form) for name, form in forms.items()}
 
 
+def instead(region: str) -> str:
+    """Why another region, which has operators or moves in common with this one, stays whole."""
+    return f"overlapped as {region} instead"
+
+
 def _spell(
     c: Candidate, chosen: dict[Region, Form], names: dict[str, list[str]], overlap: str | int
 ) -> Overlapped:
@@ -74,7 +79,7 @@ def _spell(
     ]
     reason = "" if form is not None else c.reason
     if form is None and others:
-        reason = f"overlapped as {others[0].name} instead"
+        reason = instead(others[0].name)
     elif form is None and isinstance(overlap, int):
         reason = "it would wait for regions that wait for it"
     if form is not None and isinstance(overlap, int) and form.count < overlap:

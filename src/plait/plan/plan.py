@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import PlanError
+from plait.plan.measured import Measured
 from plait.program import Program
 
 VERSION = 1
@@ -244,6 +245,7 @@ class Plan:
     gradients: Placed | None = None  # their sum over replicas
     packed: tuple[tuple[str, ...], ...] = ()  # weights whose matmuls are one (passes/pack.py)
     choice: Choice | None = None  # where more than one mesh, schedule or cut in time was weighed
+    measured: Measured | None = None  # where overlap was predicted to gain, and ranks were there to try it
 
     @property
     def micro_batches(self) -> int:
@@ -288,6 +290,8 @@ class Plan:
                 data["staged"] = Staged.of(data["staged"])
             if data.get("choice") is not None:
                 data["choice"] = Choice.of(data["choice"])
+            if data.get("measured") is not None:
+                data["measured"] = Measured.read(data["measured"])
             data["bytes_per_rank"] = tuple(data["bytes_per_rank"])
             data["notes"] = tuple(data["notes"])
             data |= {axis: operator.index(data[axis]) for axis in ("tp", "pp", "dp")}

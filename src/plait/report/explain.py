@@ -15,6 +15,7 @@ def explain(plan: Plan) -> str:
         [
             f"tp={plan.tp} pp={plan.pp} dp={plan.dp} on {plan.cluster}",
             f"predicted {_time(plan.seconds)} a call; one device {_time(plan.seconds_alone)}",
+            *([str(plan.measured)] if plan.measured is not None else []),
             *_choice(plan),
             *([f"stages: {plan.staged}"] if plan.staged is not None else []),
             *_weights(plan),
@@ -84,6 +85,8 @@ def _beside(plan: Plan, placed: Placed) -> str:
     if found:
         best = min(found, key=lambda o: o.seconds)
         return f"not overlapped: {best.reason}"
+    if plan.measured is not None and plan.measured.blocking:
+        return f"not overlapped: {plan.measured.brief}"
     off = plan.overlap in ("off", "1")
     return "not overlapped: " + ("overlap is off" if off else "nothing around it runs in chunks")
 

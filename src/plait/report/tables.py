@@ -132,6 +132,8 @@ def predictions(plan: Plan) -> Iterator[str]:
     yield f"one device {duration(plan.seconds_alone)}"
     spent = sum(p.seconds for p in plan.collectives)
     yield f"in collectives {duration(spent)} of it"
+    if plan.measured is not None:
+        yield str(plan.measured)
     if plan.chosen:
         yield plan.chosen
     if plan.choice is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -75,20 +76,23 @@ class _Promise:
 
 
 class Thread:
-    """The line of a CPU rank."""
+    """The line of a CPU rank; it ends with its program."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Promise] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="plait moves", daemon=True).start()
+        self._jobs: queue.SimpleQueue[_Promise | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._jobs,), name="plait moves", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def start(self, job: Job) -> Handle:
         promise = _Promise(job)
         self._jobs.put(promise)
         return promise
 
-    def _work(self) -> None:
-        while True:
-            self._jobs.get().run()
+
+def _work(jobs: queue.SimpleQueue[_Promise | None]) -> None:
+    while (promise := jobs.get()) is not None:
+        promise.run()
+        del promise  # else it would keep what it moved until the next one
 
 
 class Stream:

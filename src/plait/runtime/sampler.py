@@ -1,4 +1,4 @@
-"""Sampler: all rows in turn, so that a disturbance meets them alike; a sample is the slowest rank's.
+"""Sampler: several programs in turn, so that a disturbance meets them alike; a sample is the slowest rank's.
 
     wall clock     behind a barrier of the group; the caller's time, checks of the call included
     device clock   events on the device. In front of them a kernel that sleeps, as long as the host
@@ -26,24 +26,37 @@ class Clock(Protocol):
 
     def prepare(self, steps: Sequence[Step]) -> None: ...
 
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Of every number the largest of all ranks."""
+        ...
+
 
 class Wall:
     """Of a CPU rank."""
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.device, self.group = device, group
 
     def prepare(self, steps: Sequence[Step]) -> None:
         pass
 
     def seconds(self, step: Step) -> float:
-        dist.barrier()
+        dist.barrier(self.group)
         begin = time.perf_counter()
         step()
         return time.perf_counter() - begin
 
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self.group)
+        return [float(x) for x in found]
 
-class Device:
+
+class Device(Wall):
     """Of a CUDA rank."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(device, group)
         self.token = torch.zeros(1, device=device)
         self.asleep = 0.0
 
@@ -56,12 +69,12 @@ class Device:
             step()
             longest = max(longest, time.perf_counter() - begin)
         torch.cuda.synchronize()
-        self.asleep = min(LONGEST, 1.5 * _slowest([longest])[0])
+        self.asleep = min(LONGEST, 1.5 * self.slowest([longest])[0])
 
     def seconds(self, step: Step) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(int(CYCLES * self.asleep))
-        dist.all_reduce(self.token)
+        dist.all_reduce(self.token, group=self.group)
         begin.record()
         step()
         end.record()
@@ -69,8 +82,8 @@ class Device:
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def clock(device: torch.device) -> Clock:
-    return Device(device) if device.type == "cuda" else Wall()
+def clock(device: torch.device, group: dist.ProcessGroup | None = None) -> Clock:
+    return CLOCKS[device.type](device, group)
 
 
 @dataclass(frozen=True)
@@ -95,12 +108,11 @@ class Sampler:
                 which = (turn + k) % count  # no row always follows the same one
                 clear()
                 times[which][turn] = self.clock.seconds(steps[which])
-        flat = _slowest([t for row in times for t in row])
+        flat = self.clock.slowest([t for row in times for t in row])
         return [flat[i * self.samples : (i + 1) * self.samples] for i in range(count)]
 
 
-def _slowest(seconds: Sequence[float]) -> list[float]:
-    """Of every number the largest of all ranks."""
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return [float(x) for x in found]
+CLOCKS: dict[str, Callable[[torch.device, dist.ProcessGroup | None], Clock]] = {
+    "cpu": Wall,
+    "cuda": Device,
+}

@@ -1,0 +1,66 @@
+"""Which of two front-runners is kept, by their samples; and how it is spelled."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from random import Random
+
+import pytest
+
+from plait.plan.measured import Measured
+
+PREDICTED = 0.011, 0.014
+
+
+def samples(middle: float, spread: float, seed: int, count: int = 9) -> list[float]:
+    dice = Random(seed)
+    return [middle * (1 + spread * dice.gauss(0, 1)) for _ in range(count)]
+
+
+def blocking(gain: float, spread: float, seed: int, count: int = 9) -> bool:
+    """Of two programs whose samples are apart by `gain`, each with a noise of `spread`."""
+    overlapped = samples(0.010, spread, seed, count)
+    return Measured.of(PREDICTED, [overlapped, samples(0.010 * (1 + gain), spread, seed + 1000, count)]).blocking
+
+
+def test_a_gain_above_the_noise_is_kept() -> None:
+    assert not any(blocking(0.1, 0.01, seed) for seed in range(50))
+    assert all(blocking(-0.1, 0.01, seed) for seed in range(50))
+
+
+def test_blocking_wins_where_there_is_no_gain() -> None:
+    """Two programs that take the same: chance alone keeps overlap, seldom; more samples see smaller gains."""
+    by_chance = sum(not blocking(0.0, 0.05, seed) for seed in range(400))
+    assert by_chance <= 0.06 * 400
+    few, many = (sum(not blocking(0.05, 0.05, seed, n) for seed in range(100)) for n in (5, 15))
+    assert few < many
+
+
+def test_a_disturbance_that_meets_both_is_no_noise() -> None:
+    """Samples are taken in turn: what is slow for a while is so for both."""
+    drift = [1, 1, 3, 3, 3, 1, 2, 2, 1]
+    overlapped, whole = [0.010 * d for d in drift], [0.010 * d + 0.0005 for d in drift]
+    assert not Measured.of(PREDICTED, [overlapped, whole]).blocking
+
+
+def test_equal_times_block() -> None:
+    assert Measured.of(PREDICTED, [[0.01] * 5, [0.01] * 5]).blocking
+
+
+@pytest.mark.parametrize(
+    ("measured", "text"),
+    [
+        (
+            Measured((0.011, 0.0138), (0.0121, 0.014), 0.0002, 9),
+            "measured 12.1 ms against 14 ms blocking, noise 0.2 ms of 9 samples; predicted 11 ms against 13.8 ms",
+        ),
+        (
+            Measured((0.011, 0.0138), (0.0141, 0.014), 0.0002, 9),
+            "blocking is kept: measured 14.1 ms against 14 ms blocking, noise 0.2 ms of 9 samples; "
+            "predicted 11 ms against 13.8 ms",
+        ),
+        (Measured((0.011, 0.0138), reason="no time"), "overlap is not measured: no time"),
+    ],
+)
+def test_it_is_said_and_read_back(measured: Measured, text: str) -> None:
+    assert str(measured) == text and Measured.read(asdict(measured)) == measured
