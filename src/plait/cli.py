@@ -150,7 +150,7 @@ def verify(
     dp: Replicas = 1,
     algorithm: Algorithm = "auto",
 ) -> None:
-    """Compare outputs and gradients with the unsharded model; exit code 1 where any differs."""
+    """Compare outputs and gradients with the unsharded model, in float32; exit code 1 where any differs."""
     from plait import models
     from plait.asked import check_processes
     from plait.runtime.processes import launch

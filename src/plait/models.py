@@ -30,7 +30,7 @@ from plait.capture.refuse import told, user_line
 from plait.errors import InputError
 from plait.runtime.checkpoint import Checkpoint
 
-RTOL, ATOL = 1e-4, 1e-5  # of results in fp32
+RTOL, ATOL = 1e-4, 1e-5  # of results in fp32: of each, and of the largest
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def whole(resolved: Resolved) -> nn.Module:
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `a` is the unsharded model's `b`, but for rounding: what is small beside large values is made
     of sums of such."""
-    largest = b.abs().nan_to_num(0.0, 0.0).max() if b.numel() else torch.zeros(())
-    return torch.allclose(a, b, RTOL, ATOL * max(1.0, float(largest)), equal_nan=True)
+    finite = b.abs().nan_to_num(0.0, 0.0)
+    return torch.allclose(a, b, RTOL, ATOL * float(finite.max()) if b.numel() else 0.0, equal_nan=True)
 
 
 def tokenizer(resolved: Resolved) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,26 @@ class Net(nn.Module):
     def forward(self, x):
         return {"y": self.down(self.up(x).relu()), "count": x.size(0)}
 
+class Still(Net):  # as new adapters: all outputs are 0
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
 def f():
     return Net(), (torch.randn(3, 4),)
+
+def small():
+    net = Net()
+    for p in net.parameters():
+        p.data *= 1e-2
+    return net, (torch.randn(3, 4) * 1e-2,)
+
+def still():
+    return Still(), (torch.randn(3, 4),)
+
+def narrow():
+    return Net().bfloat16(), (torch.randn(3, 4, dtype=torch.bfloat16, requires_grad=True),)
 """
 
 
@@ -49,9 +68,11 @@ class Split(nn.Module):
 
     def gradients(self) -> dict[str, Tensor | None]:
         grads = {name: p.grad for name, p in self.model.named_parameters()}
-        bias = grads["down.bias"]
+        bias, weight = grads["down.bias"], grads["up.weight"]
         if self.fault == "gradient" and bias is not None:
             grads["down.bias"] = bias / 2  # as a bias that each of two ranks adds half of
+        if self.fault == "part" and weight is not None:
+            grads["up.weight"] = weight * 0.97  # a part is missing
         if self.fault == "none":
             grads["up.bias"] = None
         return grads
@@ -90,6 +111,21 @@ def test_a_fault_is_found_and_named(
     assert all(str(line).startswith("same" if line.same else "DIFFERENT") for line in lines)
 
 
+@pytest.mark.parametrize("form", ["small", "still", "narrow"])
+@pytest.mark.parametrize("fault", ["", "gradient", "part"])
+def test_small_gradients_and_narrow_models_hide_no_fault(
+    request_: verify.Request, monkeypatch: pytest.MonkeyPatch, form: str, fault: str
+) -> None:
+    wrong = {"gradient": ["gradient of down.bias"], "part": ["gradient of up.weight"]}.get(fault, [])
+    if form == "still":  # what lies before a weight of zeros learns nothing
+        wrong = [name for name in wrong if "down" in name]
+    monkeypatch.setattr(verify, "compile_model", lambda model, *a, **k: Split(model, fault))
+    request_ = replace(request_, model=models.resolve(f"verifymodel:{form}"))
+    lines = list(verify.compare(request_))
+    assert [line.name for line in lines if not line.same] == wrong
+    assert ("gradient of input[0][0]" in {line.name for line in lines}) == (form == "narrow")
+
+
 def test_replicas_have_rows_of_their_own() -> None:
     x = torch.arange(6.0).view(3, 2)
     args = verify.of_replica(([x], {"mask": None, "scale": torch.tensor(2.0), "n": 3}), 1)
@@ -103,6 +139,7 @@ def test_what_is_small_beside_large_values_may_be_rounded_as_they_are() -> None:
     assert models.close(want + torch.tensor([0.0, 3e-5, 0.0]), want)
     assert not models.close(want + torch.tensor([0.0, 3e-3, 0.0]), want)
     assert not models.close(want / 20 + torch.tensor([0.0, 3e-5, 0.0]), want / 20)
+    assert not models.close(want * 1.1e-6, want * 1e-6), "what is small is held to its own size"
     assert not models.close(torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0]))
     assert models.close(torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 1.0]))
 
@@ -111,10 +148,27 @@ def test_what_one_process_loses_to_rounding_may_be_lost() -> None:
     exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
     theirs = exact + torch.tensor([1e-3, 0.0])
     near, far = (exact - torch.tensor([0.0, error]) for error in (2e-3, 2e-2))
-    found = [verify._line("w", a, theirs, exact) for a in (near, far)]
+    found = [verify._line("w", a, theirs, exact, 1.0) for a in (near, far)]
     assert [line.same for line in found] == [True, False]
     assert all(line.note == "one process is 1.0e-03 from float64" for line in found)
-    assert not verify._line("w", near, theirs).same, "nothing is known of the noise"
+    assert not verify._line("w", near, theirs, None, 1.0).same, "nothing is known of the noise"
+
+
+def test_one_element_that_lost_much_does_not_excuse_the_others() -> None:
+    exact = torch.ones(1000, dtype=torch.float64)
+    theirs, ours = exact.clone(), exact.clone()
+    theirs[0] += 1e-2
+    ours[1:11] -= 1e-2  # none is further off than that one, but they are ten
+    assert not verify._line("w", ours, theirs, exact, 1.0).same
+
+
+@pytest.mark.parametrize(("scale", "same"), [(1.0, True), (1e-3, False)])
+def test_where_one_process_knows_nothing_only_rounding_passes(scale: float, same: bool) -> None:
+    """`scale` is the largest gradient of the model; this one is 0 by mathematics."""
+    exact, theirs = torch.zeros(4), torch.full((4,), 1e-8)
+    assert verify._line("w", -theirs, theirs, exact, scale).same is same
+    taken_another_way = theirs + 0.5  # by experts that were chosen at a hair's breadth
+    assert not verify._line("w", exact, taken_another_way, exact, scale).same
 
 
 def test_no_element_of_an_output_is_left_out_of_the_loss() -> None:
