@@ -91,7 +91,7 @@ def compile(
     holdings = job.load(program, contest.first, weights, contest.runs)
     first = contest.winner(holdings)
     agreement.divide(seat.seats.replicas())
-    return Compiled(first, holdings, seat.transport, agreement, job.again(first), follower)
+    return Compiled(first, holdings, agreement, job.again(first), follower)
 
 
 def plan(

@@ -132,7 +132,7 @@ class Subject:
     ) -> Row:
         """`over`: whose weights the program takes, and whose calls it stands in for."""
         over = over or self.plain
-        transport = over._transport
+        transport = over._holdings.transport
         if kind == "floor":
             transport = Still(transport.group, transport.rank, transport.size)
         program = executable(planned, transport, self.device)

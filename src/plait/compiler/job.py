@@ -20,8 +20,8 @@ from plait.plan.plan import Plan, compared
 from plait.plan.planner import Held, Laid, Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
-from plait.runtime.compiled import Holdings, Values, part_of
 from plait.runtime.executor import Executable, executable, layouts
+from plait.runtime.holdings import Holdings, Values, part_of
 from plait.runtime.staging import Seat, Staging
 from plait.runtime.weights import locate, open_source
 

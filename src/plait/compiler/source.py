@@ -15,8 +15,8 @@ from plait.capture import capture
 from plait.capture.state import Ambient, State, around, posed
 from plait.program import Program
 from plait.runtime.agree import Agreement
-from plait.runtime.compiled import Values
 from plait.runtime.follow import Follower
+from plait.runtime.holdings import Values
 
 
 @dataclass(frozen=True)
