@@ -32,6 +32,7 @@ def check(asked: Mapping[str, Any]) -> None:
     ]
     if wrong:
         raise InputError("\n".join(wrong))
+    check_algorithms("algorithm=", asked["algorithm"])
     overlaps.check(asked["overlap"])
     names = ("objective", "micro_batches", "schedule", "recompute", "outputs")
     joint.check(*(asked[name] for name in names))
@@ -53,9 +54,15 @@ def check_file(option: str, path: Path | None) -> None:
 def check_processes(nproc: int, pp: int, dp: int, algorithm: str) -> None:
     """What all processes would refuse, said before they are started."""
     Mesh.fitting("auto", pp, dp, nproc, "--nproc")
-    known = ("auto", "native", *names("all_reduce"), "hierarchical")
-    if algorithm.partition("[")[0].partition("/")[0] not in known:
-        raise InputError(f"--algorithm {algorithm}: it takes {', '.join(known)}")
+    check_algorithms("--algorithm ", algorithm)
+
+
+def check_algorithms(option: str, asked: str | Mapping[str, str]) -> None:
+    """InputError for what is the name of no algorithm; whether a collective has it, its price says."""
+    every = [asked] if isinstance(asked, str) else list(asked.values())
+    unknown = [name for name in every if name.partition("[")[0].partition("/")[0] not in _ALGORITHMS]
+    if unknown:
+        raise InputError(f"{option}{', '.join(unknown)}: it takes {', '.join(_ALGORITHMS)}")
 
 
 def check_sites(algorithm: str | Mapping[str, str], plan: Plan) -> None:
@@ -113,6 +120,7 @@ def _any(value: Any) -> bool:
     return True
 
 
+_ALGORITHMS = ("auto", "native", *names("all_reduce"), "hierarchical")
 _DEVICES = "None, 'cpu', or 'cuda' where there is one"
 _SWITCH = _of(bool), "True or False"
 _LATER = _any, ""  # whoever uses it says what it takes

@@ -93,6 +93,9 @@ def scenario(
             time.sleep(2)  # it lives on while the others must raise
         with pytest.raises(RankError):  # a failure is not forgotten
             watch.check()
+        if rank != culprit:
+            with pytest.raises(RankError, match="make another group"):
+                Watch(group)
         return took, f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -285,6 +285,10 @@ def test_ranks_that_pass_other_inputs_raise(pool: Pool, what: str) -> None:
     failures = pool.errors(other_inputs, 2, what)
     assert all(isinstance(f.error, InputError) for f in failures), failures
     assert len({f.message for f in failures}) == 1
+    words = {"contents": "contents", "shape": "(3, ", "dtype": "float64"}[what]
+    told = [line for line in failures[0].message.splitlines() if line.startswith("  rank 1: args[0]: ")]
+    assert len(told) == 1, failures[0].message
+    assert words in told[0]
 
 
 def flagged(group: Any, everywhere: bool) -> None:

@@ -107,6 +107,12 @@ def test_sites_that_a_plan_has_not() -> None:
         plait.plan(model(), (X,), cluster="dgx-h100[2]", tp=2, algorithm={"move_77": "ring"})
 
 
+@pytest.mark.parametrize("asked", ["rign", {"move_1": "rign"}])
+def test_what_is_no_algorithm(asked: Any) -> None:
+    with pytest.raises(InputError, match="algorithm=rign: it takes auto, native, .*ring"):
+        plait.plan(model(), (X,), cluster="dgx-h100[2]", tp=2, algorithm=asked)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"version": 1}', "3", 3, None])
 def test_what_is_no_plan(text: Any) -> None:
     with pytest.raises(PlaitError, match="plan"):

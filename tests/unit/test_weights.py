@@ -267,6 +267,26 @@ def test_a_prefix_that_explains_what_is_missing_is_named() -> None:
         locate(weights_of(wrapped), source=Tensors(state))
     with pytest.raises(WeightError, match="0.weight is perhaps 0.weights"):
         locate(weights_of(model), source=Tensors({"0.weights": torch.ones(8, 4)}))
+    half = {"0.weight": state["0.weight"], "2.weights": state["2.weight"]}
+    with pytest.raises(WeightError, match="2.weight is perhaps 2.weights"):  # and not 0.weight, which is there
+        locate(weights_of(model), source=Tensors(half))
+
+
+def test_whole_numbers_are_no_weights() -> None:
+    """A quantised tensor, whose scale is elsewhere, of the right name and shape."""
+    model = two_layers()
+    state = model.state_dict() | {"2.weight": torch.ones(4, 8, dtype=torch.int8)}
+    with pytest.raises(WeightError, match="other kind of numbers: 2.weight torch.int8, the model's is torch.float32"):
+        locate(weights_of(model), source=Tensors(state))
+
+
+def test_tied_numbers_are_compared() -> None:
+    model = nn.ModuleDict({"a": nn.ParameterList([nn.Parameter(torch.tensor(2.0))])})
+    model["b"] = model["a"]
+    state = {"a.0": torch.tensor(2.0), "b.0": torch.tensor(3.0)}
+    loading = locate(weights_of(model), source=Tensors(state))
+    with pytest.raises(WeightError, match="a.0 and b.0 differ"):
+        loading.load({"a.0": ()})
 
 
 def test_without_weights_a_meta_model_is_refused() -> None:

@@ -42,7 +42,7 @@ class Call:
         dynamic: Mapping[str, Any] | None,
     ) -> Call:
         with_paths, spec = pytree.tree_flatten_with_path((args, kwargs))
-        leaves = tuple((_spell(path), leaf) for path, leaf in with_paths)
+        leaves = tuple((spell(path), leaf) for path, leaf in with_paths)
         refuse_inputs(leaves)
         numbered = pytree.tree_unflatten(list(range(len(leaves))), spec)
         numbers = _bind(model, *numbered)
@@ -86,7 +86,8 @@ class Call:
         )
 
 
-def _spell(path: Any) -> str:
+def spell(path: Any) -> str:
+    """A leaf of (args, kwargs) as the caller would write it."""
     root, rest = path[0], path[1:]
     return ("args", "kwargs")[root.idx] + pytree.keystr(rest)
 
@@ -97,7 +98,7 @@ def _bind(model: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         return dict(signature.bind(*args, **kwargs).arguments)
     except TypeError as error:
         raise CaptureError(
-            f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}"
+            f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}"
         ) from None
 
 

@@ -121,7 +121,7 @@ def choose(
             best[name] = _price(name, found, nbytes, seconds)
     if not best:
         raise CollectiveError(
-            f"{cluster.name} runs no {algorithm or 'algorithm'} for {collective} "
+            f"{cluster.name} runs no {f'{algorithm!r}' if algorithm else 'algorithm'} for {collective} "
             f"on {len(ranks)} ranks"
             f"{f' by {transport}' if transport else ''}; it runs "
             + ", ".join(dict.fromkeys(n for n, _ in readings(collective, part, None, None, root)))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait.capture.call import spell
 from plait.capture.snapshot import Change
 from plait.errors import InputError
 from plait.runtime.watch import Watch
@@ -70,15 +71,14 @@ class Agreement:
         """
         if self._watch is None:
             return dict(changes), program
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        said = [str(spec), about, *map(_facts, leaves)]
-        if not self._called:
-            said.append(_contents(leaves))
-        told = self._watch.exchange("call", [said, dict(changes), program])
+        leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+        said = [about, *(f"{spell(path)}: {_facts(x, not self._called)}" for path, x in leaves)]
+        told = self._watch.exchange("call", [said, str(spec), dict(changes), program])
         self._compare("call", [t[0] for t in told])
+        self._compare("call", [[t[1]] for t in told])
         self._called = True
-        merged = _merged([t[1] for t in told], holds)
-        return merged, program if all(t[2] == program for t in told) else -1
+        merged = _merged([t[2] for t in told], holds)
+        return merged, program if all(t[3] == program for t in told) else -1
 
     def same(self, what: str, said: list[str]) -> None:
         """InputError, on every rank, where the ranks of a replica do not say the same."""
@@ -153,19 +153,18 @@ class Agreement:
             yield
 
 
-def _facts(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{tuple(leaf.shape)} {leaf.dtype}" + (" on meta" if leaf.is_meta else "")
-    return repr(leaf)
+def _facts(leaf: Any, contents: bool) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    facts = f"{tuple(leaf.shape)} {leaf.dtype}"
+    if leaf.is_meta:
+        return facts + " on meta"
+    return f"{facts}, contents {_digest(leaf)}" if contents else facts
 
 
-def _contents(leaves: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and not leaf.is_meta:
-            flat = leaf.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return f"contents {digest.hexdigest()[:16]}"
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _merged(told: list[dict[str, Any]], holds: Holds) -> dict[str, Change]:

@@ -318,7 +318,10 @@ def _connect(group: dist.ProcessGroup) -> Line:
     """Rank 0 opens a door and tells the others where, over the group itself."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     members: list[Any] = [None] * size
-    dist.all_gather_object(members, Member.me(rank), group=group)
+    try:
+        dist.all_gather_object(members, Member.me(rank), group=group)
+    except RuntimeError as error:
+        raise RankError(f"the process group does not work: {error}. {_AGAIN}") from error
     everybody = tuple(members)
     if rank == 0:
         door = Door(len({m.place for m in everybody}) == 1, secrets.token_hex(16))
@@ -329,6 +332,9 @@ def _connect(group: dist.ProcessGroup) -> Line:
     dist.broadcast_object_list(told, group=group, group_src=0)
     addresses, token = told[0]
     return open_member(everybody, rank, addresses, token)
+
+
+_AGAIN = "Once a rank has failed its group is of no use: make another group, or start the processes again"
 
 
 def _at_exit(ref: weakref.ref[Line]) -> None:

@@ -4,14 +4,14 @@
     tensors = loading.load(parts, device="cpu")     # {weight.name: this rank's part}
 
 `locate` reads no values. It finds each weight under any of its names (tied weights have several)
-and raises one WeightError with every key that is missing, extra or of another shape. `load` holds
+and raises one WeightError with every key that is missing, extra, or of another shape or kind. `load` holds
 at most one tensor more than what it returns.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -158,7 +158,7 @@ def _dtype(weight: Weight, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return a.shape == b.shape and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 # --- finding --------------------------------------------------------------------------------
@@ -187,9 +187,10 @@ def locate(
         lost = _without(everything, found)
     known = {name for w in everything for name in w.names}
     problems = [
-        *_missing(lost, specs, source),
+        *_missing(lost, specs, source, known),
         *_extra([key for key in specs if key not in known]),
         *_misshaped(found),
+        *_miskinded(found),
     ]
     if problems:
         raise WeightError("\n".join([f"the weights do not fit the model ({source or 'its own'})", *problems]))
@@ -226,7 +227,9 @@ def _live(weights: Sequence[Weight], model: nn.Module | None) -> dict[str, torch
 # --- what is said when they do not fit ------------------------------------------------------
 
 
-def _missing(lost: Sequence[Weight], specs: Mapping[str, Spec], source: Any) -> list[str]:
+def _missing(
+    lost: Sequence[Weight], specs: Mapping[str, Spec], source: Any, known: Collection[str]
+) -> list[str]:
     saved = [w for w in lost if _saved(w)]
     owned = [w for w in lost if not _saved(w)]
     lines = []
@@ -234,7 +237,7 @@ def _missing(lost: Sequence[Weight], specs: Mapping[str, Spec], source: Any) -> 
         lines.append(f"  on the meta device and no weights= given: {_names(saved)}")
     elif saved:
         lines.append(f"  missing: {_names(saved)}")
-        near = _nearest(saved, specs)
+        near = _nearest(saved, specs, known)
         lines += [f"  nearest: {near}"] if near else []
     if owned:
         kinds = {"buffer": "non-persistent buffer", "constant": "tensor attribute"}
@@ -247,8 +250,8 @@ def _missing(lost: Sequence[Weight], specs: Mapping[str, Spec], source: Any) -> 
     return lines
 
 
-def _nearest(lost: Sequence[Weight], specs: Mapping[str, Spec]) -> str:
-    """A prefix that would explain all that is missing, or the likeliest key of the first."""
+def _nearest(lost: Sequence[Weight], specs: Mapping[str, Spec], known: Collection[str]) -> str:
+    """A prefix that would explain all that is missing, or the likeliest of what is extra."""
     names = [w.name for w in lost]
     for key in specs:
         if key.endswith(names[0]) and all(
@@ -259,8 +262,9 @@ def _nearest(lost: Sequence[Weight], specs: Mapping[str, Spec]) -> str:
             prefix = names[0].removesuffix(key)
             if all(n.removeprefix(prefix) in specs for n in names if n.startswith(prefix)):
                 return f"the source has them without {prefix!r}"
-    close = get_close_matches(names[0], list(specs), 1)
-    return f"{names[0]} is perhaps {close[0]}" if close else ""
+    extra = [key for key in specs if key not in known]
+    close = ((name, get_close_matches(name, extra, 1)) for name in names)
+    return ", ".join(f"{name} is perhaps {found[0]}" for name, found in close if found)
 
 
 def _extra(keys: Sequence[str]) -> list[str]:
@@ -275,6 +279,21 @@ def _misshaped(found: Sequence[Found]) -> list[str]:
             if shape != f.weight.shape:
                 lines.append(f"{key} {list(shape)}, the model's is {list(f.weight.shape)}")
     return [f"  other shape: {'; '.join(lines)}"] if lines else []
+
+
+def _miskinded(found: Sequence[Found]) -> list[str]:
+    """What is quantised is no weight: its scale is elsewhere."""
+    lines = [
+        f"{key} {f.source.specs[key].dtype}, the model's is {f.weight.dtype}"
+        for f in found
+        for key in f.keys
+        if _floats(f.source.specs[key].dtype) != _floats(f.weight.dtype)
+    ]
+    return [f"  other kind of numbers: {'; '.join(lines)}"] if lines else []
+
+
+def _floats(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _names(weights: Sequence[Weight]) -> str:
