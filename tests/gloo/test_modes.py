@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.errors import InputError, PlaitError
+from plait.errors import InputError, PlaitError, PlanError
 from tests.cases import CASES, Case, Mesh
 from tests.cases.case import Setup
 from tests.compare import demand, differences, digest, discrepancies, plain
@@ -289,6 +289,19 @@ def test_ranks_that_pass_other_inputs_raise(pool: Pool, what: str) -> None:
     told = [line for line in failures[0].message.splitlines() if line.startswith("  rank 1: args[0]: ")]
     assert len(told) == 1, failures[0].message
     assert words in told[0]
+
+
+def too_large(group: Any) -> None:
+    """Only rank 0 plans."""
+    machine = plait.Cluster.of("loopback[2]")
+    small = replace(machine, device=replace(machine.device, memory=1))
+    plait.compile(torch.nn.Linear(8, 8), (torch.ones(2, 8),), group=group, cluster=small)
+
+
+def test_a_mistake_that_the_planner_finds_is_everybodys(pool: Pool) -> None:
+    failures = pool.errors(too_large, 2)
+    assert all(isinstance(f.error, PlanError) for f in failures), failures
+    assert len({f.message for f in failures}) == 1
 
 
 def flagged(group: Any, everywhere: bool) -> None:

@@ -57,7 +57,7 @@ def choose(program: Program, ask: joint.Ask, agreement: Agreement, saved: Plan |
         return Chosen(ask.meshes[0])
     agreement.same("compile", [f"program {program_digest(program)}"])
     laid, text = None, ""
-    with agreement.step("plan"):
+    with agreement.planning():
         if agreement.leads:
             size = ask.meshes[0].size
             machine = grow(ask.cluster, size).subset(range(size))

@@ -69,7 +69,7 @@ class Job:
         """What rank 0 makes, on every rank."""
         mine: Planned | None = None
         text = ""
-        with self.agreement.step("plan"):
+        with self.agreement.planning():
             if self.agreement.plans:
                 mine = make()
                 text = mine.plan.to_json()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait import errors
 from plait.capture.call import spell
 from plait.capture.snapshot import Change
-from plait.errors import InputError
+from plait.errors import InputError, PlaitError
 from plait.runtime.watch import Watch
 
 Holds = Callable[[str, int], bool]  # name of a flag, rank -> whether that rank has it
@@ -142,6 +144,19 @@ class Agreement:
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(enter)
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Work of the ranks that plan: a mistake of the user's that one of them finds is everybody's."""
+        found: list[PlaitError] = []
+        with self.step("plan"):
+            try:
+                yield
+            except PlaitError as error:
+                found.append(error)
+        told = self.tell("plan", [[type(error).__name__, str(error)] for error in found])
+        for kind, text in itertools.chain(*told):
+            raise found[0] if found else getattr(errors, kind, errors.PlanError)(text)
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:

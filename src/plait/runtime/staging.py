@@ -140,7 +140,7 @@ class Staging:
         homes = None if first is None else first.homes()
         mine: Pieces | None = None
         text = ""
-        with agreement.step("plan"):
+        with agreement.planning():
             if agreement.plans:
                 mine = staged.make(program, options, wish, fixed, homes)
                 text = mine.plan.to_json()
