@@ -22,9 +22,9 @@ from plait.errors import RankError
 from plait.plan import rival
 from plait.plan.measured import Measured
 from plait.program import Program
-from plait.runtime.compiled import Holdings
 from plait.runtime.executor import Executable, executable, layouts
 from plait.runtime.graphs import WARM_UP
+from plait.runtime.holdings import Holdings
 from plait.runtime.sampler import Sampler, clock
 
 # Measuring makes a second program and calls both some ten times, which takes a second or so. The gains that are
