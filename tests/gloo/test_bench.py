@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from plait import cli
+from plait.bench.apart import apart, told
+from plait.errors import RankError
+from plait.runtime.processes import launch
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> dict[str, Any]:
@@ -49,3 +56,35 @@ def test_forward_and_backward_against_torch(monkeypatch: pytest.MonkeyPatch, tmp
     (run,) = found["runs"]
     assert [r["name"] for r in run["rows"] if r["kind"] == "peer"] == ["DTensor", "DTensor, sequence"]
     assert run["left_out"] == ["DTensor, async: needs CUDA"]
+
+
+def work(how: str) -> list[int]:
+    """What is tried on two ranks: well, or as a kernel that fails or waits for ever would have it."""
+    if dist.get_rank() == 1 and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 1 and how == "raises":
+        raise ValueError("no such mode")
+    if how == "hangs":
+        time.sleep(600)
+    return told(dist.get_rank() + 7)
+
+
+def tries(out: str) -> None:
+    said: list[Any] = []
+    for how, seconds in (("raises", 60.0), ("dies", 60.0), ("hangs", 2.0), ("well", 60.0)):
+        try:
+            said.append(apart(work, how, seconds=seconds))
+        except RankError as error:
+            said.append(str(error))
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(said))
+    dist.barrier()
+
+
+def test_what_is_tried_apart_takes_no_rank_with_it(tmp_path: Path) -> None:
+    launch(tries, 2, str(tmp_path / "said"))
+    raised, died, hung, well = json.loads((tmp_path / "said").read_text())
+    assert "rank 1: ValueError: no such mode" in raised  # rank 0 may say that it lost rank 1
+    assert "rank 1: " in died and "SIGKILL" in died
+    assert hung == "not done after 2 s"
+    assert well == [7, 8]

@@ -4,9 +4,10 @@
     DTensor, sequence   the residual stream cut along the sequence: gathers and reduce-scatters
     DTensor, async      the same, its matmuls and transfers interleaved by Inductor (CUDA only)
 
-Each is compiled by torch.compile in every mode that runs here, as long as there is time for it; the
-fastest mode is timed with the other rows, and its name is printed. These plans are written for the
-model that `--shape` builds.
+Each is tried by torch.compile in every mode that runs here, as long as there is time for it, in
+processes of its own (apart.py): a mode whose kernels fail is left out, and said. The fastest mode is
+compiled once more, timed with the other rows, and its name is printed. These plans are written for
+the model that `--shape` builds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from plait.bench.apart import told
 from plait.bench.rows import Call, Row, clear
+from plait.errors import RankError
 from plait.runtime.sampler import Sampler, clock
 
 MODES = {"cuda": ("reduce-overhead", "default", "max-autotune"), "cpu": ("default",)}
@@ -55,6 +58,9 @@ FORMS = (
 )
 
 
+Try = Callable[[Form, str, float], float]  # seconds of a step in this mode, found within so many
+
+
 @dataclass
 class Peers:
     """`seconds` is what all trials may take together; none is begun that would not fit."""
@@ -66,19 +72,20 @@ class Peers:
     _spent: float = 0.0
     _longest: dict[str, float] = field(default_factory=dict)  # mode -> seconds of its longest trial
 
-    def rows(self, build: Callable[[], nn.Module], call: Call) -> Iterator[tuple[Row, nn.Module]]:
+    def rows(
+        self, attempt: Try, build: Callable[[], nn.Module], call: Call
+    ) -> Iterator[tuple[Row, nn.Module]]:
         """The best setting of every form; `build` makes the whole model anew."""
-        torch._dynamo.config.recompile_limit = COMPILED  # all of them stay compiled, side by side
-        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        found: dict[str, list[_Trial]] = {}
+        found: dict[Form, dict[str, float]] = {}
         for form, mode in self._order():
-            if trial := self._try(form, mode, mesh, build, call):
-                found.setdefault(form.name, []).append(trial)
-        for name, trials in found.items():
-            best = min(trials, key=lambda t: t.seconds)
-            self.won[name] = best.mode
-            tried = ", ".join(f"{t.mode} {t.seconds * 1e3:.3f} ms" for t in trials)
-            yield Row(name, "peer", best.step, note=f"{best.mode} (tried {tried})"), best.module
+            if (seconds := self._try(attempt, form, mode)) is not None:
+                found.setdefault(form, {})[mode] = seconds
+        for form, modes in found.items():
+            best = min(modes, key=modes.__getitem__)
+            self.won[form.name] = best
+            tried = ", ".join(f"{mode} {seconds * 1e3:.3f} ms" for mode, seconds in modes.items())
+            step, module = compiled(form, best, self.device, build, call)
+            yield Row(form.name, "peer", step, note=f"{best} (tried {tried})"), module
 
     def _order(self) -> list[tuple[Form, str]]:
         """The modes that won before, then the quick ones of every form, the slow ones last."""
@@ -88,34 +95,20 @@ class Peers:
         pairs = [(form, mode) for mode in MODES[kind] for form in forms]
         return sorted(pairs, key=lambda p: self.won.get(p[0].name) != p[1])
 
-    def _try(
-        self, form: Form, mode: str, mesh: DeviceMesh, build: Callable[[], nn.Module], call: Call
-    ) -> _Trial | None:
+    def _try(self, attempt: Try, form: Form, mode: str) -> float | None:
         if not self._fits(mode):
             self.left_out.append(f"{form.name} {mode}: no time left")
             return None
         begin = time.monotonic()
-        failure, trial = "", None
         try:
-            module = parallel(build(), mesh, form)
-            run = torch.compile(module, mode=None if mode == "default" else mode, dynamic=False)
-            step = call.of(run)
-            with _interleaving(mesh) if form.interleaved else contextlib.nullcontext():
-                for _ in range(3):
-                    clear(module)
-                    step()
-            trial = _Trial(mode, step, module)
-        except Exception as error:  # a peer that fails is left out, and said
-            failure = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        said = _told(failure)
-        took = time.monotonic() - begin
-        self._spent += took
-        self._longest[mode] = max(took, self._longest.get(mode, 0.0))
-        if any(said) or trial is None:
-            self.left_out.append(f"{form.name} {mode}: {next(filter(None, said))}")
+            return attempt(form, mode, told(self.seconds - self._spent)[0])
+        except RankError as error:  # a peer that fails is left out, and said
+            self.left_out.append(f"{form.name} {mode}: {error}")
             return None
-        trial.measure(self.device)
-        return trial
+        finally:
+            took = time.monotonic() - begin
+            self._spent += took
+            self._longest[mode] = max(took, self._longest.get(mode, 0.0))
 
     def _fits(self, mode: str) -> bool:
         """Whether a trial as long as the longest yet is over in time, as rank 0 sees it."""
@@ -123,19 +116,29 @@ class Peers:
         if expected is None:
             slow = AUTOTUNED if mode == "max-autotune" else 1.0
             expected = slow * max(self._longest.values(), default=0.0)
-        return bool(_told(self._spent + expected <= self.seconds)[0])
+        return bool(told(self._spent + expected <= self.seconds)[0])
 
 
-@dataclass
-class _Trial:
-    mode: str
-    step: Callable[[], Any]
-    module: nn.Module
-    seconds: float = 0.0
+def trial(form: Form, mode: str, device: torch.device, build: Callable[[], nn.Module], call: Call) -> float:
+    """Seconds of a step, the median of a few of the slowest rank."""
+    step, module = compiled(form, mode, device, build, call)
+    (times,) = Sampler(clock(device), 2, TRIAL).run([step], lambda: clear(module))
+    return median(times)
 
-    def measure(self, device: torch.device) -> None:
-        (times,) = Sampler(clock(device), 2, TRIAL).run([self.step], lambda: clear(self.module))
-        self.seconds = median(times)
+
+def compiled(
+    form: Form, mode: str, device: torch.device, build: Callable[[], nn.Module], call: Call
+) -> tuple[Callable[[], Any], nn.Module]:
+    """The step, warm, and the module that it runs."""
+    torch._dynamo.config.recompile_limit = COMPILED  # all of them stay compiled, side by side
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    module = parallel(build(), mesh, form)
+    step = call.of(torch.compile(module, mode=None if mode == "default" else mode, dynamic=False))
+    with _interleaving(mesh) if form.interleaved else contextlib.nullcontext():
+        for _ in range(3):
+            clear(module)
+            step()
+    return step, module
 
 
 @contextlib.contextmanager
@@ -183,9 +186,3 @@ def _layer(form: Form) -> dict[str, Any]:
         )
     return plan
 
-
-def _told(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found

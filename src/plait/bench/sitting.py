@@ -18,8 +18,9 @@ from torch import nn
 
 from plait import models
 from plait.bench import report, shapes
+from plait.bench.apart import apart
 from plait.bench.figures import Timed, figures
-from plait.bench.peers import Peers
+from plait.bench.peers import Form, Peers, trial
 from plait.bench.report import Run
 from plait.bench.rows import Call, Row, Subject, alone, clear, tensors
 from plait.cluster import Cluster
@@ -131,10 +132,20 @@ def sit(request: Request, bed: Bed, tokens: int, peers: Peers | None) -> Iterato
     yield run()
     if peers is not None:
         peers.left_out.clear()
-        for row, held in peers.rows(lambda: _example(request, bed, tokens).model, call):
+
+        def attempt(form: Form, mode: str, seconds: float) -> float:
+            return apart(_trial, request, tokens, form, mode, seconds=seconds)  # type: ignore[no-any-return]
+
+        for row, held in peers.rows(attempt, lambda: _example(request, bed, tokens).model, call):
             rows.append(row)
             modules.append(held)
         yield run()
+
+
+def _trial(request: Request, tokens: int, form: Form, mode: str) -> float:
+    bed = Bed.of(request)
+    call = Call(_example(request, bed, tokens), request.train)
+    return trial(form, mode, bed.device, lambda: _example(request, bed, tokens).model, call)
 
 
 def measure(
