@@ -27,7 +27,7 @@ from plait.plan.plan import Plan
 from plait.runtime import sampler
 from plait.runtime.executor import Executable
 from plait.runtime.sampler import Wall
-from tests.compare import EXACT, demand, differences
+from tests.compare import EXACT, demand, differences, within
 from tests.gloo.harness import Pool
 
 WIDTH, ROWS = 16, 32
@@ -222,6 +222,45 @@ def test_measuring_leaves_nothing_behind(pool: Pool) -> None:
         demand(differences(got, want, close=EXACT))
         assert not none and len(calls) > 10
         assert all(call == dict.fromkeys(call, True) | {"seen": False} for call in calls)
+
+
+def resized(group: Any) -> tuple[bool, list[bool]]:
+    """A batch of any size is measured as the example has it; other sizes run the program that was kept."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(), Block()).eval()
+    x = torch.randn(2, ROWS, WIDTH)
+    with clock(lambda group: Told((0.012, 0.014), dist.get_rank(group))):
+        compiled = plait.compile(
+            model, (x,), group=group, tp=2, cluster=slow(2), training=True, dynamic={"input": {0: "batch"}}
+        )
+    measured = compiled.plan.measured
+    assert measured is not None and measured.seconds
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, ROWS, WIDTH)
+        demand(differences(compiled(x).detach(), model(x).detach(), close=within(dtype=torch.float32)))
+    return measured.blocking, starts(compiled)
+
+
+def test_sizes_that_differ_are_measured_as_the_example_has_them(pool: Pool) -> None:
+    assert pool.run(resized, 2, timeout=120.0) == [(False, [True])] * 2
+
+
+def replicated(group: Any) -> tuple[str, list[bool]]:
+    """Replicas with clocks that differ: all take what rank 0 saw."""
+    model, rank = nn.Sequential(Block(), Block()).eval(), dist.get_rank(group)
+    says = (0.012, 0.014) if rank < 2 else (0.014, 0.012)
+    with clock(lambda group: Told(says, rank)):
+        compiled = plait.compile(
+            model, (torch.randn(ROWS, WIDTH),), group=group, tp=2, dp=2, cluster=slow(4)
+        )
+    compiled(torch.randn(ROWS, WIDTH))
+    return compiled.plan.digest, starts(compiled)
+
+
+@pytest.mark.full
+def test_replicas_take_what_rank_0_saw(pool: Pool) -> None:
+    found = pool.run(replicated, 4, timeout=120.0)
+    assert len({digest for digest, _ in found}) == 1 and [s for _, s in found] == [[True]] * 4
 
 
 class Looks(nn.Module):

@@ -51,8 +51,8 @@ def test_equal_times_block() -> None:
     ("measured", "text"),
     [
         (
-            Measured((0.011, 0.0138), (0.0121, 0.014), 0.0002, 9),
-            "measured 12.1 ms against 14 ms blocking, noise 0.2 ms of 9 samples; predicted 11 ms against 13.8 ms",
+            Measured((1.1912, 1.38), (0.0121, 0.014), 0.0002, 9),
+            "measured 12.1 ms against 14 ms blocking, noise 0.2 ms of 9 samples; predicted 1190 ms against 1380 ms",
         ),
         (
             Measured((0.011, 0.0138), (0.0141, 0.014), 0.0002, 9),

@@ -69,4 +69,5 @@ def _against(pair: Sequence[float]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    """To three digits."""
+    return f"{float(f'{seconds * 1e3:.3g}'):g} ms"
