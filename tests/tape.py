@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -22,14 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.passes.overlap.races import Span, Step, Trace
 from plait.passes.overlap.schedule import Record, Wait
 from plait.passes.rings import Way, find
-from plait.plan.direct import RING
+from plait.plan.direct import HOP, RING
 from plait.plan.plan import Overlapped
 from plait.plan.planner import Planned
 from plait.rules.moves import count
 from plait.runtime import direct_calls, pieces
 from plait.runtime.executor import executable
 from plait.runtime.handshake import Handshake, Reach
-from plait.runtime.symmetric import Workspace
+from plait.runtime.symmetric import Buffer, Workspace
 from plait.runtime.transport import Still
 
 BYTES = 1 << 20
@@ -171,10 +172,62 @@ def _tensors(value: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-def record(planned: Planned, n: int, way: Way, *, alone: bool = False) -> tuple[list[Trace], list[str]]:
+@dataclass(frozen=True)
+class Shots:
+    """One-hop sums (runtime/kernels/oneshot.py), each program of the kernel on a lane of its own.
+
+    An element that is not empty has arrived, and its reader empties it: the data are the flags. Rows are
+    taken whole, as a program does: it goes on when all elements of a row are here.
+    """
+
+    tape: Tape
+    workspace: Workspace
+    slots: Buffer
+    turns: list[int]
+
+    @classmethod
+    def of(cls, tape: Tape, workspace: Workspace, rows: int, width: int, dtype: torch.dtype) -> Shots:
+        slots = workspace.buffer((BANKS, workspace.ranks, rows, width), dtype)
+        return cls(tape, workspace, slots, [0] * rows)
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Any = None, weight: Any = None, bias: Any = None, *,
+        residual_out: Any = None, rows_out: Tensor, eps: float = 0.0, kind: str = "none",
+    ) -> None:  # fmt: skip
+        compute, ends = _Lane(self.tape, self.tape.lane), []
+        begun = compute.mark()
+        for row in range(len(x)):
+            mine, old, total, out = (None if t is None else t[row] for t in (x, residual, residual_out, rows_out))
+            lane = _Lane(self.tape, f"row{row}")
+            lane.after(begun)
+            with lane():
+                self._sum(row, mine)
+                self.tape.step("norm", [mine, old, weight, bias], [total, out])
+            ends.append(lane.mark())
+        compute.after(*ends)
+
+    def _sum(self, row: int, mine: Any) -> None:
+        """The program's turn is counted on the device, so that a replay goes on where the last one ended."""
+        me, bank = self.tape.rank, self.turns[row] % BANKS
+        others = [r for r in range(self.workspace.ranks) if r != me]
+        there = [self.slots.on[r][bank, me, row] for r in others]
+        self.tape.step("push", [mine], there, fills=there)
+        for r in others:
+            here = self.slots.local[bank, r, row]
+            self.tape.step("poll", [here], [here], drains=[here])
+        self.turns[row] += self.tape.running
+
+
+BANKS = 2  # of the slots, in turn
+
+
+def record(
+    planned: Planned, n: int, way: Way, *, alone: bool = False, calls: int = 1
+) -> tuple[list[Trace], list[str]]:
     """The trace of every rank, all rings of the program direct by `way`; and the flags that begin full.
 
-    `alone`: with the transfers left out.
+    `alone`: with the transfers left out. `calls`: that follow each other; of two, one-hop sums are direct too,
+    which are as they were at the beginning after every second call.
     """
     memory = Memory()
     arenas = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(n)]
@@ -184,21 +237,28 @@ def record(planned: Planned, n: int, way: Way, *, alone: bool = False) -> tuple[
     for rank in range(n):
         tape = Tape(rank, memory)
         workspace = Recorded(arenas, rank, tape, full)
-        traces.append(_one(planned, n, way, tape, None if alone else workspace))
+        traces.append(_one(planned, n, way, tape, None if alone else workspace, calls))
     return traces, list(full)
 
 
-def _one(planned: Planned, n: int, way: Way, tape: Tape, workspace: Workspace | None) -> Trace:
+def _one(
+    planned: Planned, n: int, way: Way, tape: Tape, workspace: Workspace | None, calls: int
+) -> Trace:
     rank, cpu = tape.rank, torch.device("cpu")
     local = planned.local(rank)
-    sites = [e.site.name for events in find(planned.program, local).rings.values() for e in events]
-    forms = [Overlapped(s, f"{RING} {way}", (s,), 0, 0.0, 0.0, 0.0) for s in sites]
+    found = find(planned.program, local)
+    sites = {e.site.name: f"{RING} {way}" for events in found.rings.values() for e in events}
+    sites |= {few.site.name: HOP for few in found.few if calls > 1}
+    forms = [Overlapped(s, form, (s,), 0, 0.0, 0.0, 0.0) for s, form in sites.items()]
     planned = replace(planned, plan=replace(planned.plan, overlaps=tuple(forms)))
     still = Still(None, rank, n)
     kernels = ModuleType("norm")
     kernels.sum_norm = tape.sum_norm  # type: ignore[attr-defined]
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(sys.modules, {"plait.runtime.kernels.norm": kernels}))
+        shots = ModuleType("oneshot")
+        shots.OneShot = partial(Shots.of, tape)  # type: ignore[attr-defined]
+        names = {"norm": kernels, "oneshot": shots}
+        stack.enter_context(patch.dict(sys.modules, {f"plait.runtime.kernels.{n}": m for n, m in names.items()}))
         for module in (pieces, direct_calls):
             stack.enter_context(patch.object(module, "Lane", tape))
         made = executable(planned, still, cpu, still.arena if workspace is None else lambda *_: workspace)
@@ -206,7 +266,8 @@ def _one(planned: Planned, n: int, way: Way, tape: Tape, workspace: Workspace | 
         tape.running = True
         stack.enter_context(_Seen(tape))
         stack.enter_context(torch.no_grad())
-        made.module(*feed)
+        for _ in range(calls):
+            made.module(*feed)
     return tuple(tape.items)
 
 

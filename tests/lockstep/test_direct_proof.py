@@ -27,6 +27,7 @@ from plait.passes.rings import Way
 from plait.plan import planner, prices
 from plait.plan.planner import Planned
 from tests import tape
+from tests.gloo.prove import free
 
 MOST = 12  # seeded faults of one kind: the adversary tries every step against each
 
@@ -119,6 +120,60 @@ def test_the_floor_is_the_same_program_without_its_transfers(way: Way) -> None:
 def waits(step: Step) -> bool:
     """For peers, and nothing else."""
     return step.name in ("drain", "fill", "enter", "leave")
+
+
+class Shrinks(nn.Module):
+    """Sums of many rows, then of the first few of them, then of many again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(), Block(), Block()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        return self.second(x[:3]), self.third(x)
+
+
+@cache
+def hops(name: str, n: int, banks: int = 2) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
+    """Two calls of a program with one-hop sums; in `both` beside the rings of a split by rows."""
+    model, x = decoder() if name in ("decoder", "both") else blocks()
+    if name == "shrinks":
+        model, x = Shrinks(), x[:7]
+    if name == "few":
+        x = x[:2]
+    cluster = free(n) if name == "both" else Cluster.of("dgx-h200").subset(range(n))
+    made = planner.make(capture(model.eval(), (x,), {}), planner.Options(n, cluster, overlap="off"))
+    with patch.object(tape, "BANKS", banks):
+        found, full = tape.record(made, n, Way(0.5), calls=2)
+    return tuple(found), tuple(full)
+
+
+HOPS = [("blocks", 2), ("shrinks", 3), ("both", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        pytest.param(name, n, marks=() if (name, n) in HOPS else pytest.mark.full)
+        for name, n in product(("blocks", "shrinks", "decoder", "both"), (2, 3, 4))
+    ],
+)
+def test_one_hop_sums_are_safe(name: str, n: int) -> None:
+    """Two calls behind each other, twice: after two of them the banks are as they were."""
+    found, full = hops(name, n)
+    steps = [i for i in found[0] if isinstance(i, Step)]
+    assert sum(s.name == "push" for s in steps) >= 4, "nothing goes by one hop"
+    assert any(s.stream.startswith("lane") for s in steps) == (name == "both"), "copies of rings"
+    check([twice(t) for t in found], full)
+    assert all(parse(spell(t)) == t for t in found)
+
+
+def test_one_bank_is_not_enough() -> None:
+    """A peer that has gone on to the next sum would put its terms in the place of those of this one."""
+    found, full = hops("few", 2, banks=1)
+    with pytest.raises(ScheduleError, match="may fill .* before it is emptied"):
+        check([twice(t) for t in found], full)
 
 
 # -- the adversary -------------------------------------------------------------------------------------
@@ -258,10 +313,27 @@ def caught(traces: Sequence[Trace], full: Sequence[str]) -> bool:
     return False
 
 
+def early_push(trace: Trace) -> Iterator[Trace]:
+    """A row's terms of the next sum, sent before those of this one have come."""
+    for i, item in enumerate(trace):
+        before = [k for k in range(i) if trace[k].stream == item.stream and isinstance(trace[k], Step)]
+        if isinstance(item, Step) and item.name == "push" and before:
+            polls = [k for k in before if trace[k].drains]  # type: ignore[union-attr]
+            yield (*trace[: polls[-1]], item, *trace[polls[-1] : i], *trace[i + 1 :])
+
+
+@pytest.mark.parametrize("kind", [without_a_wait, one_early, early_push])
+def test_seeded_faults_of_one_hop(kind: Any) -> None:
+    seeded(kind, *hops("few", 2))
+
+
 @pytest.mark.parametrize("kind", [without_a_wait, one_early, swapped])
 @pytest.mark.parametrize(("n", "way"), [(2, Way()), (2, Way(0.5, 2)), (3, Way(0.5))], ids=str)
 def test_seeded_faults(kind: Any, n: int, way: Way) -> None:
-    right, full = traces("blocks", n, way)
+    seeded(kind, *traces("blocks", n, way))
+
+
+def seeded(kind: Any, right: Sequence[Trace], full: Sequence[str]) -> None:
     assert not adversary([twice(t) for t in right], full)
     faults = list(kind(right[0]))
     assert faults
