@@ -22,6 +22,7 @@ from tests.compare import EXACT, demand, differences, digest, discrepancies, ref
 from tests.gloo import prove
 from tests.gloo.harness import Pool
 
+FULL = pytest.mark.full
 SAVED = (
     "b13_vocabulary_does_not_divide",
     "b14_tied_embedding_and_head",
@@ -89,7 +90,7 @@ def across(group: Any, name: str, folder: str) -> None:
     demand(differences({k: state[k] for k in whole}, whole, "state", EXACT), about=name)
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=FULL if i % 2 else ()) for i, n in enumerate(SAVED)])
 def test_a_folder_serves_any_mesh(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(written, 4, name, str(tmp_path))
     pool.run(across, 2, name, str(tmp_path))

@@ -60,7 +60,7 @@ def test_steps_keep_weights_and_replicas(
     prove.alike(pool.run(prove.steps, n, case, mesh, optimizer, count, clip))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, pytest.param(1.0, marks=FULL), float("inf")])
 @pytest.mark.parametrize(
     ("case", "mesh"),
     [
@@ -286,7 +286,7 @@ def torchs_own(group: Any, name: str, norm_type: float, foreach: bool | None) ->
     return {"norm": digest(norms[0]), "gradients": digest(dict(parts.gradients()))}
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, *(pytest.param(p, marks=FULL) for p in (1.0, float("inf")))])
 @pytest.mark.parametrize("case", ["b21_clipping", "groups_nine_over_three"])
 def test_torchs_own_clipping(pool: Pool, case: str, norm_type: float) -> None:
     prove.alike(pool.run(torchs_own, 2, case, norm_type, None))
