@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.passes.overlap.races import Span, Step, Trace
 from plait.passes.overlap.schedule import Record, Wait
-from plait.passes.rings import Way, find
+from plait.passes.rings import Route, find
 from plait.plan.direct import HOP, RING
 from plait.plan.plan import Overlapped
 from plait.plan.planner import Planned
@@ -222,9 +222,9 @@ BANKS = 2  # of the slots, in turn
 
 
 def record(
-    planned: Planned, n: int, way: Way, *, alone: bool = False, calls: int = 1
+    planned: Planned, n: int, route: Route, *, alone: bool = False, calls: int = 1
 ) -> tuple[list[Trace], list[str]]:
-    """The trace of every rank, all rings of the program direct by `way`; and the flags that begin full.
+    """The trace of every rank, all rings of the program direct by `route`; and the flags that begin full.
 
     `alone`: with the transfers left out. `calls`: that follow each other; of two, one-hop sums are direct too,
     which are as they were at the beginning after every second call.
@@ -237,17 +237,17 @@ def record(
     for rank in range(n):
         tape = Tape(rank, memory)
         workspace = Recorded(arenas, rank, tape, full)
-        traces.append(_one(planned, n, way, tape, None if alone else workspace, calls))
+        traces.append(_one(planned, n, route, tape, None if alone else workspace, calls))
     return traces, list(full)
 
 
 def _one(
-    planned: Planned, n: int, way: Way, tape: Tape, workspace: Workspace | None, calls: int
+    planned: Planned, n: int, route: Route, tape: Tape, workspace: Workspace | None, calls: int
 ) -> Trace:
     rank, cpu = tape.rank, torch.device("cpu")
     local = planned.local(rank)
     found = find(planned.program, local)
-    sites = {e.site.name: f"{RING} {way}" for events in found.rings.values() for e in events}
+    sites = {e.site.name: f"{RING} {route}" for events in found.rings.values() for e in events}
     sites |= {few.site.name: HOP for few in found.few if calls > 1}
     forms = [Overlapped(s, form, (s,), 0, 0.0, 0.0, 0.0) for s, form in sites.items()]
     planned = replace(planned, plan=replace(planned.plan, overlaps=tuple(forms)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from plait.passes.rings import Way
+from plait.passes.rings import Route
 from tests.gpu.ranks import CUDA, run_ranks
 
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -64,7 +64,7 @@ class Stack(nn.Module):
 
 
 def compiled(
-    model: nn.Module, args: Any, workspace: Any, device: torch.device, way: Any
+    model: nn.Module, args: Any, workspace: Any, device: torch.device, route: Any
 ) -> tuple[Any, dict[str, Tensor], Any]:
     """This rank's executable with every ring direct, or every sum of few rows, and its weights."""
     from dataclasses import replace
@@ -85,17 +85,17 @@ def compiled(
     program = capture(model, args, {}, dynamic=None, training=False)
     cluster = Cluster.of("dgx-h200").subset(range(ranks))
     # A stand-in for a model that is large enough: the split by rows whatever it gains, or never.
-    monkey: dict[str, Any] = {"DIRECT_GAIN": float("inf") if way is None else 0.0, "BESIDE": 1e-6}
-    if way is not None:
+    monkey: dict[str, Any] = {"DIRECT_GAIN": float("inf") if route is None else 0.0, "BESIDE": 1e-6}
+    if route is not None:
         monkey["pick"] = lambda *_: ("native", 1e-3)
     free = patch.multiple(planner, **monkey), patch.object(prices, "OPEN", 0.0)
     with free[0], free[1], patch.object(planner.direct, "weigh", lambda *_: ()):
         planned = planner.make(program, planner.Options(ranks, cluster))
     found = find(program, planned.local(0))
     sites = [e.site.name for events in found.rings.values() for e in events]
-    if way is None:
+    if route is None:
         sites = [f.site.name for f in found.few]
-    form = HOP if way is None else f"{RING} {way}"
+    form = HOP if route is None else f"{RING} {route}"
     direct = [Overlapped(s, form, (s,), 0, 0.0, 0.0, 0.0) for s in sites]
     planned = replace(planned, plan=replace(planned.plan, overlaps=tuple(direct)))
     transport = Transport.of(dist.group.WORLD)
@@ -110,8 +110,8 @@ def compiled(
     return made, weights, sites
 
 
-def same(model: nn.Module, inputs: list[Any], workspace: Any, device: Any, way: Any) -> None:
-    made, weights, sites = compiled(model, (inputs[0],), workspace, device, way)
+def same(model: nn.Module, inputs: list[Any], workspace: Any, device: Any, route: Any) -> None:
+    made, weights, sites = compiled(model, (inputs[0],), workspace, device, route)
     called = [str(n.target) for n in made.module.graph.nodes if n.op == "call_module"]
     assert sites, "nothing direct"
     assert not set(sites) & set(called), (sites, called)
@@ -128,10 +128,10 @@ def leaves(out: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
 
 
-def rows(way: Any, workspace: Any, device: torch.device) -> None:
+def rows(route: Any, workspace: Any, device: torch.device) -> None:
     torch.manual_seed(2)
     ids = [torch.randint(96, (1, 256 if CUDA else 21)) for _ in range(6 if CUDA else 2)]
-    same(decoder(), ids, workspace, device, way)
+    same(decoder(), ids, workspace, device, route)
 
 
 def few(workspace: Any, device: torch.device) -> None:
@@ -143,10 +143,10 @@ def others(workspace: Any, device: torch.device) -> None:
     torch.manual_seed(3)
     rows, calls = (130, 4) if CUDA else (13, 1)
     xs = [torch.randn(rows, 48).to(DTYPE) for _ in range(calls)]
-    same(Stack(), xs, workspace, device, Way(0.5, 2))
+    same(Stack(), xs, workspace, device, Route(0.5, 2))
 
 
-JOBS = [partial(rows, Way(runs=2)), partial(rows, Way(0.5)), few, others]
+JOBS = [partial(rows, Route(runs=2)), partial(rows, Route(0.5)), few, others]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from plait.passes.rings import Way
+from plait.passes.rings import Route
 from tests.gpu.ranks import CUDA, run_ranks
 
 WIDTHS = [64, 80] if not CUDA else [8192, 5120, 80]
@@ -130,11 +130,11 @@ def two_shot(workspace: Any, device: torch.device) -> None:
 
 
 def block(workspace: Any, device: torch.device) -> None:
-    for read, push in ((Way(), Way(1.0)), (Way(0.5, 2), Way(0.5)), (Way(1.0), Way(runs=3))):
+    for read, push in ((Route(), Route(1.0)), (Route(0.5, 2), Route(0.5)), (Route(1.0), Route(runs=3))):
         one_block(workspace, device, read, push)
 
 
-def one_block(workspace: Any, device: torch.device, read: Way, push: Way) -> None:
+def one_block(workspace: Any, device: torch.device, read: Route, push: Route) -> None:
     """gather_matmul -> matmul_scatter -> finish, against the same on whole rows."""
     from plait.runtime.copy_engine import Lane
     from plait.runtime.pieces import Coming, Linear, Ring, finish, gather_matmul, matmul_scatter
@@ -158,7 +158,7 @@ def one_block(workspace: Any, device: torch.device, read: Way, push: Way) -> Non
         coming: Coming = {}
         for turn in range(2):
             up = Linear(ups[rank], hidden)
-            gather_matmul(ring, [up], compute, coming, push if turn else Way())
+            gather_matmul(ring, [up], compute, coming, push if turn else Route())
             coming = matmul_scatter(ring, hidden, downs[rank], compute, read)
             coming = finish(
                 ring,

@@ -16,7 +16,7 @@ from plait.cluster import Cluster
 from plait.passes import norms, ops
 from plait.passes.rings import find, only_norm
 from plait.plan import planner, rival
-from plait.plan.direct import HOP, RING, ways
+from plait.plan.direct import HOP, RING, routes
 from plait.plan.plan import Plan
 from plait.program import Program, run_graph
 from plait.runtime.executor import layouts
@@ -107,7 +107,7 @@ def test_many_rows_are_cut_among_the_ranks_and_move_beside_matmuls() -> None:
         assert all(a.kind != b.kind for a, b in pairwise(events))
     (stream,) = (events for shape, events in found.rings.items() if shape.width == 8192)
     assert [len(e.matmuls) for e in stream if e.kind == "scatter"] == [1, 1]
-    assert {e.site.name for e in stream} <= set(ways(planned.plan.overlaps))
+    assert {e.site.name for e in stream} <= set(routes(planned.plan.overlaps))
     assert planned.plan.seconds < wide(8192, "off").plan.seconds
 
 
@@ -131,7 +131,7 @@ def test_few_rows_are_summed_in_one_hop() -> None:
 )
 def test_nothing_is_direct_where_it_is_not_asked_for_or_cannot_be(asked: tuple[int, Any, str]) -> None:
     rows, overlap, cluster = asked
-    assert not ways(wide(rows, overlap, cluster).plan.overlaps)
+    assert not routes(wide(rows, overlap, cluster).plan.overlaps)
 
 
 def test_a_plan_keeps_what_is_direct() -> None:
@@ -139,10 +139,10 @@ def test_a_plan_keeps_what_is_direct() -> None:
     read = Plan.from_json(planned.plan.to_json())
     options = planner.Options(2, Cluster.of("dgx-h200").subset(range(2)))
     again = planner.replay(planned.program, read, options)
-    assert ways(again.plan.overlaps) == ways(planned.plan.overlaps)
+    assert routes(again.plan.overlaps) == routes(planned.plan.overlaps)
     assert not again.chosen
     stripped = planner.replay(planned.program, replace(read, overlaps=()), options)
-    assert not ways(stripped.plan.overlaps)
+    assert not routes(stripped.plan.overlaps)
 
 
 # -- what has nothing to hide beside ---------------------------------------------------------------------

@@ -23,7 +23,7 @@ from plait.cluster import Cluster
 from plait.errors import ScheduleError
 from plait.passes.overlap.races import Item, Step, Trace, check, parse, spell, twice
 from plait.passes.overlap.schedule import Record, Wait
-from plait.passes.rings import Way
+from plait.passes.rings import Route
 from plait.plan import planner, prices
 from plait.plan.planner import Planned
 from tests import tape
@@ -72,31 +72,31 @@ def decoder() -> tuple[nn.Module, Tensor]:
 
 
 @cache
-def traces(name: str, n: int, way: Way, alone: bool = False) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
+def traces(name: str, n: int, route: Route, alone: bool = False) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
     model, x = blocks() if name == "blocks" else decoder()
     more = {"logits_to_keep": 1} if name == "last row" else {}
-    found, full = tape.record(planned(model.eval(), (x,), more, n), n, way, alone=alone)
+    found, full = tape.record(planned(model.eval(), (x,), more, n), n, route, alone=alone)
     return tuple(found), tuple(full)
 
 
-WAYS = (Way(), Way(runs=3), Way(0.5), Way(0.5, 2), Way(1.0))
+ROUTES = (Route(), Route(runs=3), Route(0.5), Route(0.5, 2), Route(1.0))
 USUAL = [
-    ("blocks", 2, Way()),
-    ("blocks", 2, Way(1.0)),
-    ("blocks", 3, Way(0.5, 2)),
-    ("decoder", 2, Way(0.5)),
-    ("decoder", 4, Way(runs=3)),
-    ("last row", 2, Way(0.5)),
+    ("blocks", 2, Route()),
+    ("blocks", 2, Route(1.0)),
+    ("blocks", 3, Route(0.5, 2)),
+    ("decoder", 2, Route(0.5)),
+    ("decoder", 4, Route(runs=3)),
+    ("last row", 2, Route(0.5)),
 ]
 GRID = [
     pytest.param(*one, id="-".join(map(str, one)), marks=() if one in USUAL else pytest.mark.full)
-    for one in product(("blocks", "decoder", "last row"), (2, 3, 4), WAYS)
+    for one in product(("blocks", "decoder", "last row"), (2, 3, 4), ROUTES)
 ]
 
 
-@pytest.mark.parametrize(("name", "n", "way"), GRID)
-def test_two_replays_are_safe(name: str, n: int, way: Way) -> None:
-    found, full = traces(name, n, way)
+@pytest.mark.parametrize(("name", "n", "route"), GRID)
+def test_two_replays_are_safe(name: str, n: int, route: Route) -> None:
+    found, full = traces(name, n, route)
     steps = [i for i in found[0] if isinstance(i, Step)]
     assert sum(bool(s.drains) for s in steps) >= 4, "nothing waits for a peer"
     assert len({s.stream for s in steps}) == 2
@@ -104,10 +104,10 @@ def test_two_replays_are_safe(name: str, n: int, way: Way) -> None:
     assert all(parse(spell(t)) == t for t in found)
 
 
-@pytest.mark.parametrize("way", [Way(), Way(0.5, 2)], ids=str)
-def test_the_floor_is_the_same_program_without_its_transfers(way: Way) -> None:
-    moving, _ = traces("decoder", 2, way)
-    still, full = traces("decoder", 2, way, alone=True)
+@pytest.mark.parametrize("route", [Route(), Route(0.5, 2)], ids=str)
+def test_the_floor_is_the_same_program_without_its_transfers(route: Route) -> None:
+    moving, _ = traces("decoder", 2, route)
+    still, full = traces("decoder", 2, route, alone=True)
     check(still)
     assert not full
     for with_them, without in zip(moving, still, strict=True):
@@ -145,7 +145,7 @@ def hops(name: str, n: int, banks: int = 2) -> tuple[tuple[Trace, ...], tuple[st
     cluster = free(n) if name == "both" else Cluster.of("dgx-h200").subset(range(n))
     made = planner.make(capture(model.eval(), (x,), {}), planner.Options(n, cluster, overlap="off"))
     with patch.object(tape, "BANKS", banks):
-        found, full = tape.record(made, n, Way(0.5), calls=2)
+        found, full = tape.record(made, n, Route(0.5), calls=2)
     return tuple(found), tuple(full)
 
 
@@ -328,9 +328,9 @@ def test_seeded_faults_of_one_hop(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [without_a_wait, one_early, swapped])
-@pytest.mark.parametrize(("n", "way"), [(2, Way()), (2, Way(0.5, 2)), (3, Way(0.5))], ids=str)
-def test_seeded_faults(kind: Any, n: int, way: Way) -> None:
-    seeded(kind, *traces("blocks", n, way))
+@pytest.mark.parametrize(("n", "route"), [(2, Route()), (2, Route(0.5, 2)), (3, Route(0.5))], ids=str)
+def test_seeded_faults(kind: Any, n: int, route: Route) -> None:
+    seeded(kind, *traces("blocks", n, route))
 
 
 def seeded(kind: Any, right: Sequence[Trace], full: Sequence[str]) -> None:

@@ -107,7 +107,7 @@ class Subject:
             elif (planned := make()) is not None:
                 yield self.row(name, kind, planned, note or _how(planned))
         overlapped = self.compiled._programs.first.planned
-        moved = overlapped.chosen or direct.ways(overlapped.plan.overlaps)
+        moved = overlapped.chosen or direct.routes(overlapped.plan.overlaps)
         if moved and OWN_FLOOR not in without:
             yield replace(self.row(OWN_FLOOR, "floor", overlapped, IDLE, self.compiled), predicted=None)
 

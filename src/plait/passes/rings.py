@@ -6,7 +6,7 @@ A ring is a stream of rows [t, d] cut among the ranks in one way. Its events alt
     scatter   terms of all rows go to their owners  made by a matmul: others' rows first, own rows last
 
 and alternating is what makes one buffer for each enough (runtime/pieces.py): whoever gathers has been
-heard of by everyone since the last scatter, and the other way round. A move that does not alternate is
+heard of by everyone since the last scatter, and the other route round. A move that does not alternate is
 left to the group's collectives.
 """
 
@@ -52,8 +52,11 @@ class Shape:
         return (self.bounds[rank + 1] - self.bounds[rank]) * self.width * self.dtype.itemsize
 
 
+RUNS = (1, 2, 4)  # copies of each peer's others that a route may have
+
+
 @dataclass(frozen=True)
-class Way:
+class Route:
     """How rows travel: the `direct` part by the kernel that sums and norms, each peer's others in `runs` copies."""
 
     direct: float = 0.0
@@ -63,7 +66,7 @@ class Way:
         return f"{self.direct:g}" + (f" in {self.runs}" if self.runs > 1 else "")
 
     @classmethod
-    def parse(cls, text: str) -> Way:
+    def parse(cls, text: str) -> Route:
         direct, _, runs = text.partition(" in ")
         return cls(float(direct), int(runs or 1))
 

@@ -9,7 +9,7 @@ A gather hides beside the matmuls on own rows, a scatter beside the matmul on ow
 
 Smaller matmuls lose whole waves of tiles, and weights are read once a piece; both are in the clock of
 the device (cluster/device.py). Where that costs more, or a matmul is shorter than its copy, part of the rows
-is moved by the kernel that sums and norms, or all of them, which leaves the matmul in one piece. Every way
+is moved by the kernel that sums and norms, or all of them, which leaves the matmul in one piece. Every route
 is timed by these pictures, and the fastest is taken.
 """
 
@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from plait.cluster import Cluster
 from plait.cluster.device import Device
-from plait.passes.rings import Event, Few, Found, Shape, Way, columns
+from plait.passes.rings import RUNS, Event, Few, Found, Route, Shape, columns
 from plait.plan.plan import Overlapped
 
 RING, HOP = "ring", "one hop"
@@ -32,7 +32,6 @@ WAKE = 7e-6
 COPIES = 0.92
 HOP_BASE, HOP_SHARE = 2.6e-6, 0.92
 PARTS = (0.0, 0.25, 0.5, 1.0)  # of the rows, that kernels move
-RUNS = (1, 2, 4)  # copies of each peer's others
 PIECE = 512  # rows; shorter pieces of matmuls were not measured, and are not made
 SIGNAL = 3.6e-6  # a put and its wait between two kernels
 GAIN = 1.03  # less is within the error of a prediction: the collectives stay
@@ -74,13 +73,13 @@ def weigh(found: Found, blocking: Mapping[str, float], peers: Peers) -> tuple[Ov
     return tuple(out)
 
 
-def ways(overlaps: tuple[Overlapped, ...]) -> dict[str, Way]:
+def routes(overlaps: tuple[Overlapped, ...]) -> dict[str, Route]:
     """site -> how its rows travel, of every site that is direct."""
-    out: dict[str, Way] = {}
+    out: dict[str, Route] = {}
     for o in overlaps:
         if direct(o.form):
-            way = Way(direct=1.0) if o.form == HOP else Way.parse(o.form.removeprefix(f"{RING} "))
-            out |= dict.fromkeys(o.sites, way)
+            route = Route(direct=1.0) if o.form == HOP else Route.parse(o.form.removeprefix(f"{RING} "))
+            out |= dict.fromkeys(o.sites, route)
     return out
 
 
@@ -91,12 +90,12 @@ def direct(form: str) -> bool:
 def _ring(event: Event, shape: Shape, found: Found, blocking: float, peers: Peers) -> Overlapped:
     clock = _Clock.of(event, shape, found, peers)
     whole = clock.compute(shape.rows)
-    seconds, way = min(
-        ((clock.seconds(way), way) for way in _ways(clock)), key=lambda s: s[0]
+    seconds, route = min(
+        ((clock.seconds(route), route) for route in _routes(clock)), key=lambda s: s[0]
     )  # the first of equals: fewest runs, fewest direct rows
     return Overlapped(
         region=event.site.name,
-        form=f"{RING} {way}",
+        form=f"{RING} {route}",
         sites=(event.site.name,),
         nodes=len(event.matmuls),
         seconds=seconds,
@@ -105,11 +104,11 @@ def _ring(event: Event, shape: Shape, found: Found, blocking: float, peers: Peer
     )
 
 
-def _ways(clock: _Clock) -> Iterator[Way]:
+def _routes(clock: _Clock) -> Iterator[Route]:
     for part in PARTS:
         for runs in RUNS if part < 1 else (1,):
             if clock.own * (1 - part) / runs >= PIECE or part == 1:
-                yield Way(part, runs)
+                yield Route(part, runs)
 
 
 @dataclass(frozen=True)
@@ -135,17 +134,17 @@ class _Clock:
     def compute(self, rows: float) -> float:
         return sum(self.peers.device.graphed_matmul(rows, o, i, self.dtype) for o, i in self.sizes)
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, route: Route) -> float:
         """Until the last matmul, or the last row, whichever comes later; with what kernels move in the open."""
         others = self.peers.n - 1
-        moved = way.direct * self.nbytes * others
+        moved = route.direct * self.nbytes * others
         open_ = 2 * SIGNAL + moved / (self.peers.rate * PUSHED) if moved else 0.0
-        if way.direct == 1:
+        if route.direct == 1:
             return self.compute(self.rows) + open_
-        piece = (1 - way.direct) * self.own / way.runs
-        first = self.rows - others * way.runs * piece  # the own rows, and the direct ones beside them
+        piece = (1 - route.direct) * self.own / route.runs
+        first = self.rows - others * route.runs * piece  # the own rows, and the direct ones beside them
         copy = piece / self.own * self.nbytes / self.peers.rate
-        steps = others * way.runs
+        steps = others * route.runs
         one, beside = self.compute(piece), self.compute(first)
         if self.event.kind == "gather":
             return open_ + _gathered(beside, one, copy, steps)

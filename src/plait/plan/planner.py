@@ -170,7 +170,7 @@ def make(
     if _peers(program, options) is None:
         return best
     rows = _planned(lay(program, options, like=blocking, fuse=True, beside=BESIDE), options)
-    margin = DIRECT_GAIN if direct.ways(best.plan.overlaps) else 1.0
+    margin = DIRECT_GAIN if direct.routes(best.plan.overlaps) else 1.0
     return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else best
 
 

@@ -28,7 +28,7 @@ def seconds(plan: Plan) -> float:
 def unwoven(planned: Planned) -> Planned | None:
     """The program that the chunks were cut from; None where moves are direct."""
     plan = planned.plan
-    if direct.ways(plan.overlaps):
+    if direct.routes(plan.overlaps):
         return None
     others = {overlaps.instead(o.region) for o in plan.overlaps if o.form != WHOLE}
     listed = tuple(_whole(plan, o, others) for o in plan.overlaps)

@@ -25,16 +25,16 @@ from torch import fx, nn
 from plait.passes import ops
 from plait.passes.norms import drop_unread
 from plait.passes.partition import Local, Site
-from plait.passes.rings import Event, Few, Found, Way, normed, only_norm
+from plait.passes.rings import Event, Few, Found, Route, normed, only_norm
 from plait.rules.moves import count
 from plait.runtime import direct_calls as calls
 from plait.runtime.pieces import COPIED, Ring
 from plait.runtime.symmetric import Workspace, bytes_for
 
-Ways = Mapping[str, Way]  # of a site's rows (pieces.py)
+Routes = Mapping[str, Route]  # of a site's rows (pieces.py)
 
 
-def nbytes(found: Found, chosen: Ways, ranks: int) -> int:
+def nbytes(found: Found, chosen: Routes, ranks: int) -> int:
     """What the workspace of a lowered program takes."""
     total = 0
     for shape, events in found.rings.items():
@@ -45,7 +45,7 @@ def nbytes(found: Found, chosen: Ways, ranks: int) -> int:
     return total
 
 
-def slots(found: Found, chosen: Ways) -> list[Few]:
+def slots(found: Found, chosen: Routes) -> list[Few]:
     """The largest sum of each width and dtype: one set of slots serves all of them in turn."""
     most: dict[Any, Few] = {}
     for few in found.few:
@@ -55,7 +55,7 @@ def slots(found: Found, chosen: Ways) -> list[Few]:
     return list(most.values())
 
 
-def lower(local: Local, found: Found, chosen: Ways, workspace: Workspace) -> dict[str, nn.Module]:
+def lower(local: Local, found: Found, chosen: Routes, workspace: Workspace) -> dict[str, nn.Module]:
     """Rewrite the graph of `local`; the modules that it calls instead of the `chosen` sites."""
     made: dict[str, nn.Module] = {}
     for shape, events in found.rings.items():
@@ -98,7 +98,7 @@ class _Lowering:
     graph: fx.Graph
     ring: Ring
     events: list[Event]
-    ways: Ways
+    routes: Routes
     name: str
     made: dict[str, nn.Module] = field(default_factory=dict)
 
@@ -126,23 +126,23 @@ class _Lowering:
 
     def _scatter(self, event: Event, after: Event | None, tokens: set[fx.Node]) -> fx.Node:
         """Terms on their way to their owners, and their sum with the addition and norm that alone read it."""
-        name, way = event.site.name, self.ways[event.site.name]
+        name, route = event.site.name, self.routes[event.site.name]
         with self.graph.inserting_before(event.node):
             if event.matmuls:
                 x, weight, *bias = event.matmuls[0].args
-                piece = partial(calls.matmul_scatter, way=way)
+                piece = partial(calls.matmul_scatter, route=route)
                 token = self._call(f"{name}_matmul", piece, (x, weight, *bias))
             else:
-                token, way = self._call(f"{name}_terms", calls.scattered, event.node.args), COPIED
+                token, route = self._call(f"{name}_terms", calls.scattered, event.node.args), COPIED
         norm = only_norm(event.node)
         if norm is not None:
             shape = own_shape(event.site, self.ring.rows.rank)
-            self._norm(f"{name}_sum", norm, token, after, tokens, shape, way)
+            self._norm(f"{name}_sum", norm, token, after, tokens, shape, route)
             self.graph.erase_node(event.node)
         else:
             with self.graph.inserting_before(event.node):
                 shape = own_shape(event.site, self.ring.rows.rank)
-                add = partial(calls.finish, shape=shape, kind="none", eps=0.0, read=way)
+                add = partial(calls.finish, shape=shape, kind="none", eps=0.0, read=route)
                 both = self._call(f"{name}_sum", add, (token, None, None, None))
                 self._swap(event.node, self.graph.call_function(operator.getitem, (both, 1)))
         return token
@@ -155,7 +155,7 @@ class _Lowering:
         gather: Event | None,
         tokens: set[fx.Node],
         shape: tuple[int, ...] | None = None,
-        read: Way = COPIED,
+        read: Route = COPIED,
     ) -> fx.Node:
         """`norm` in the ring's kernel; its rows go on to `gather` if nobody else reads them."""
         facts: tuple[Any, ...] = norm.args
@@ -165,7 +165,7 @@ class _Lowering:
             gather = None
         else:
             tokens.add(rows)
-        push = self.ways[gather.site.name] if gather is not None else None
+        push = self.routes[gather.site.name] if gather is not None else None
         keep = _item(norm, 0) is not None
         run = partial(calls.finish, shape=shape, kind=kind, eps=eps, read=read, push=push, keep=keep)
         with self.graph.inserting_before(norm):
@@ -176,7 +176,7 @@ class _Lowering:
     def _gather(
         self, event: Event, before: int, tokens: set[fx.Node], order: Mapping[fx.Node, int]
     ) -> fx.Node:
-        name, way = event.site.name, self.ways[event.site.name]
+        name, route = event.site.name, self.routes[event.site.name]
         (token,) = event.node.all_input_nodes
         begin = token
         if token not in tokens:
@@ -186,11 +186,11 @@ class _Lowering:
             else:
                 with self.graph.inserting_before(event.node):
                     begin = token = self._call(f"{name}_rows", calls.published, (token,))
-                way = COPIED
+                route = COPIED
         with self.graph.inserting_before(event.node):
             if event.matmuls:
                 weights = [m.args[1:] for m in event.matmuls]
-                run = partial(calls.gather_matmul, shape=event.site.shape, way=way)
+                run = partial(calls.gather_matmul, shape=event.site.shape, route=route)
                 outs = self._call(f"{name}_matmul", run, (token, *weights))
                 for i, matmul in enumerate(event.matmuls):
                     self._swap(matmul, self.graph.call_function(operator.getitem, (outs, i)))
@@ -222,7 +222,7 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 
 
 def _few(
-    graph: fx.Graph, found: Found, chosen: Ways, workspace: Workspace
+    graph: fx.Graph, found: Found, chosen: Routes, workspace: Workspace
 ) -> dict[str, nn.Module]:
     """Sums of few rows with the addition and norm that alone read them: one kernel, one hop.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.passes import ops
-from plait.passes.rings import Way
+from plait.passes.rings import Route
 from plait.runtime import pieces
 from plait.runtime.copy_engine import Lane
 from plait.runtime.pieces import COPIED, Coming, Linear, Ring
@@ -52,9 +52,9 @@ def end(ring: Ring) -> None:
 
 
 def matmul_scatter(
-    ring: Ring, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, way: Way
+    ring: Ring, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, route: Route
 ) -> Coming:
-    return pieces.matmul_scatter(ring, flat(x), weight, _lane(ring), way, bias=bias)
+    return pieces.matmul_scatter(ring, flat(x), weight, _lane(ring), route, bias=bias)
 
 
 def scattered(ring: Ring, terms: Tensor) -> Coming:
@@ -71,8 +71,8 @@ def finish(
     shape: tuple[int, ...] | None,
     kind: Any,
     eps: float,
-    read: Way = COPIED,
-    push: Way | None = None,
+    read: Route = COPIED,
+    push: Route | None = None,
     keep: bool = False,
 ) -> tuple[Tensor | None, Coming | Tensor]:
     """(sum with the residual, where it is to `keep`; its norm, a token if it is handed on by `push`)."""
@@ -107,7 +107,7 @@ def published(ring: Ring, rows: Tensor) -> Coming:
 
 
 def gather_matmul(
-    ring: Ring, token: Coming, *weights: Sequence[Any], shape: tuple[int, ...], way: Way
+    ring: Ring, token: Coming, *weights: Sequence[Any], shape: tuple[int, ...], route: Route
 ) -> tuple[Any, ...]:
     """Of each of `weights` its product; of packed ones a tuple of products."""
     rows = ring.rows.buffer.local.shape[0]
@@ -121,7 +121,7 @@ def gather_matmul(
             outs.append(products if len(products) > 1 else products[0].split(sizes, -1))
         else:
             outs += products
-    pieces.gather_matmul(ring, linears, _lane(ring), token, way)
+    pieces.gather_matmul(ring, linears, _lane(ring), token, route)
     return tuple(outs)
 
 

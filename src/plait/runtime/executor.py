@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from plait.passes import rings
 from plait.passes.grouped import group
 from plait.passes.partition import Local
-from plait.plan.direct import ways
+from plait.plan.direct import routes
 from plait.plan.planner import Planned
 from plait.program import Program
 from plait.rules.moves import Cut, take
@@ -193,7 +193,7 @@ def _direct(
     """The modules of moves through the peers' memory, after a rewrite of the graph for kernels."""
     if arena is None or not rings.fixed(planned.program):
         return {}, None
-    chosen = ways(planned.plan.overlaps)
+    chosen = routes(planned.plan.overlaps)
     found = rings.find(planned.program, local)
     made, workspace = dict[str, Any](), None
     if chosen:

@@ -5,7 +5,7 @@
     finish            sum of the terms + residual + norm on own rows, told to all
 
 The residual stream is cut by rows among the ranks (`Ring`); with N ranks a matmul has N pieces.
-Two ways lead to another rank, and a move's `Way` (passes/rings.py) divides the rows between them:
+Two routes lead to another rank, and a move's `Route` (passes/rings.py) divides the rows between them:
 
     copied    by the copy engine, beside the matmul on other rows; costs no multiprocessor, but some
               7 us of engine changes and signals before the rows can be used. In several runs, so that
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from plait.passes.rings import Way
+from plait.passes.rings import RUNS, Route
 from plait.rules.split import merged
 from plait.runtime.copy_engine import Lane, Range, Run, Terms, push, staged_shape
 from plait.runtime.handshake import Handshake, Reach
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from plait.runtime.kernels.norm import Kind
 
 GRAIN = 64  # rows; a cut between copied and direct rows, or runs, is a multiple of it where rows allow
-RUNS = 4  # of one rank's rows, at most
-COPIED = Way()
+COPIED = Route()
 
 Coming = dict[Run, Tensor]  # a flag for every run of rows on its way here; each must be drained once
 
@@ -71,9 +70,9 @@ class Ring:
         return cls(
             rows,
             terms,
-            gathered=tuple(workspace.channel() for _ in range(RUNS)),
+            gathered=tuple(workspace.channel() for _ in range(max(RUNS))),
             pushed=workspace.channel(),
-            collected=tuple(workspace.channel() for _ in range(RUNS)),
+            collected=tuple(workspace.channel() for _ in range(max(RUNS))),
             readable=workspace.channel(),
             released=workspace.channel(full=True),
             arrivals=workspace.local_flags(),
@@ -84,20 +83,20 @@ class Ring:
     @staticmethod
     def nbytes(bounds: tuple[int, ...], width: int, dtype: torch.dtype) -> int:
         whole, staged = ((bounds[-1], width), dtype), (staged_shape(bounds, width), dtype)
-        return bytes_for(whole, whole, staged, channels=3 + 2 * RUNS, ranks=len(bounds) - 1)
+        return bytes_for(whole, whole, staged, channels=3 + 2 * max(RUNS), ranks=len(bounds) - 1)
 
-    def direct(self, owner: int, way: Way) -> Range:
+    def direct(self, owner: int, route: Route) -> Range:
         """The owner's direct rows: next to its neighbour's, so that both can be one matmul's rows."""
         begin, end = self.rows.bounds[owner], self.rows.bounds[owner + 1]
-        count = min(end - begin, _even((end - begin) * way.direct, end - begin))
+        count = min(end - begin, _even((end - begin) * route.direct, end - begin))
         return (begin, begin + count) if owner % 2 else (end - count, end)
 
-    def copied(self, owner: int, way: Way) -> list[Range]:
+    def copied(self, owner: int, route: Route) -> list[Range]:
         """The runs of the owner's other rows."""
         begin, end = self.rows.bounds[owner], self.rows.bounds[owner + 1]
-        first, last = self.direct(owner, way)
+        first, last = self.direct(owner, route)
         begin, end = (last, end) if owner % 2 else (begin, first)
-        cuts = [begin + _even((end - begin) * i / way.runs, end - begin) for i in range(way.runs)]
+        cuts = [begin + _even((end - begin) * i / route.runs, end - begin) for i in range(route.runs)]
         return [r for r in pairwise([*cuts, end]) if r[0] < r[1]]
 
     def open(self, compute: Lane) -> None:
@@ -113,15 +112,15 @@ class Ring:
             self.released.put()
         compute.after(self.copies.mark())
 
-    def hand_on(self, compute: Lane, way: Way) -> Coming:
+    def hand_on(self, compute: Lane, route: Route) -> Coming:
         """The own rows to all others, as soon as `compute` has come here; what they hand on, in turn."""
         me = self.rows.rank
         self.copies.after(compute.mark())
-        for (first, last), landed in zip(self.copied(me, way), self.gathered, strict=False):
+        for (first, last), landed in zip(self.copied(me, route), self.gathered, strict=False):
             for rank in landed.reached(self.rows.others):
                 into, rows = (self.rows.between(first, last, on=on) for on in (rank, None))
                 push(self.copies, into, rows, landed, rank)
-        return self._coming(self.gathered, {rank: self.copied(rank, way) for rank in self.rows.others})
+        return self._coming(self.gathered, {rank: self.copied(rank, route) for rank in self.rows.others})
 
     def send(self, compute: Lane, owner: int, run: int, rows: Range) -> None:
         """Terms of a run of the owner's rows to the owner, as soon as `compute` has come here."""
@@ -131,9 +130,9 @@ class Ring:
             into = self.terms.slot(self.rows.rank, owner)[rows[0] - begin : rows[1] - begin]
             push(self.copies, into, self.terms.partials.between(*rows), landed, rank)
 
-    def collect(self, way: Way) -> Coming:
+    def collect(self, route: Route) -> Coming:
         """The others' terms of the own rows."""
-        mine = self.copied(self.rows.rank, way)
+        mine = self.copied(self.rows.rank, route)
         return self._coming(self.collected, dict.fromkeys(self.rows.others, mine))
 
     def _coming(self, channels: Sequence[Channel], runs: Mapping[int, Sequence[Range]]) -> Coming:
@@ -164,9 +163,9 @@ class Linear:
 
 
 def gather_matmul(
-    ring: Ring, linears: Sequence[Linear], compute: Lane, coming: Coming, way: Way = COPIED
+    ring: Ring, linears: Sequence[Linear], compute: Lane, coming: Coming, route: Route = COPIED
 ) -> None:
-    """Every one of `linears` of all rows in pieces; `coming` is that of `ring.hand_on(way)`."""
+    """Every one of `linears` of all rows in pieces; `coming` is that of `ring.hand_on(route)`."""
     rows = ring.rows
 
     def run(first: int, last: int) -> None:
@@ -174,11 +173,11 @@ def gather_matmul(
             linear(rows.between(first, last), first, last)
 
     here = [(rows.bounds[rows.rank], rows.bounds[rows.rank + 1])]
-    for first, last in merged(sorted(here + [ring.direct(rank, way) for rank in rows.others])):
+    for first, last in merged(sorted(here + [ring.direct(rank, route) for rank in rows.others])):
         run(first, last)
-    for i in range(way.runs):
+    for i in range(route.runs):
         for rank in rows.others:
-            for first, last in ring.copied(rank, way)[i : i + 1]:
+            for first, last in ring.copied(rank, route)[i : i + 1]:
                 if (rank, i) in coming:
                     ring.near.drain([coming[rank, i]])
                 run(first, last)
@@ -196,22 +195,22 @@ def matmul_scatter(
     x: Tensor,
     weight: Tensor,
     compute: Lane,
-    way: Way = COPIED,
+    route: Route = COPIED,
     *,
     bias: Tensor | None = None,
 ) -> Coming:
     """terms = x @ weight.T in pieces, each sent to the owner of its rows; the own rows' terms come."""
     partials = ring.terms.partials
     linear = Linear(weight, partials.buffer.local, bias)
-    for i in range(way.runs):
+    for i in range(route.runs):
         for rank in partials.others:
-            for first, last in ring.copied(rank, way)[i : i + 1]:
+            for first, last in ring.copied(rank, route)[i : i + 1]:
                 linear(x[first:last], first, last)
                 ring.send(compute, rank, i, (first, last))
     own = [(partials.bounds[partials.rank], partials.bounds[partials.rank + 1])]
-    for first, last in merged(sorted(own + [ring.direct(rank, way) for rank in partials.others])):
+    for first, last in merged(sorted(own + [ring.direct(rank, route) for rank in partials.others])):
         linear(x[first:last], first, last)
-    return ring.collect(way)
+    return ring.collect(route)
 
 
 def scattered(ring: Ring, terms: Tensor, compute: Lane) -> Coming:
@@ -236,13 +235,13 @@ def finish(
     residual_out: Tensor | None = None,
     term: Tensor | None = None,
     rows_out: Tensor | None = None,
-    read: Way = COPIED,
-    push: Way = COPIED,
+    read: Route = COPIED,
+    push: Route = COPIED,
 ) -> Coming:
     """Sum the terms, add `residual`, norm into the own rows, hand them on.
 
     The sum stays in `residual_out`, or in place. `term`: summed instead of the ring's terms.
-    `rows_out`: written instead of the ring's rows, and then nothing is handed on. `read`: the way of the
+    `rows_out`: written instead of the ring's rows, and then nothing is handed on. `read`: the route of the
     scatter before; `push`: that of the gather that follows, which is returned.
     """
     from plait.runtime.kernels.norm import sum_norm
@@ -250,9 +249,9 @@ def finish(
     rows, partials, me = ring.rows, ring.terms.partials, ring.rows.rank
     begin, everyone = rows.bounds[me], range(len(rows.buffer.on))
 
-    def reach(tensors: list[Tensor], way: Way) -> Reach | None:
-        first, last = ring.direct(me, way)
-        return Reach(tensors, first - begin, last - begin) if way.direct else None
+    def reach(tensors: list[Tensor], route: Route) -> Reach | None:
+        first, last = ring.direct(me, route)
+        return Reach(tensors, first - begin, last - begin) if route.direct else None
 
     shake = Handshake(
         ring.arrivals,
