@@ -20,7 +20,7 @@ from plait.compiler.job import Job
 from plait.compiler.source import Source, device_of
 from plait.errors import InputError
 from plait.mesh import Mesh
-from plait.plan import joint, planner, staged
+from plait.plan import joint, overlaps, planner, staged
 from plait.plan.plan import Plan
 from plait.runtime.agree import Agreement
 from plait.runtime.compiled import Compiled
@@ -70,12 +70,12 @@ def compile(
     """
     check(locals())
     group, ranks = members(group)
-    meshes = Mesh.fitting(tp, _stages(pp, overlap), dp, ranks)
+    machine = Cluster.of(cluster, measured=measure)
+    meshes = Mesh.fitting(tp, _stages(pp, overlap, machine), dp, ranks)
     where = device_of(model, device, group)
     agreement = Agreement(group, where)
     source = Source(model, dtype, args, kwargs, dynamic, training, where)
     program, follower = source.first(agreement)
-    machine = Cluster.of(cluster, measured=measure)
     options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)
     ask = joint.Ask(
         meshes, machine, options, micro_batches, joint.allowed(schedule, machine.device),
@@ -125,7 +125,7 @@ def plan(
     check(locals())
     machine = Cluster.of(cluster)
     ask = joint.Ask(
-        Mesh.fitting(tp, _stages(pp, overlap), dp, machine.size, "the cluster"),
+        Mesh.fitting(tp, _stages(pp, overlap, machine), dp, machine.size, "the cluster"),
         machine,
         planner.Options(1, machine, algorithm, objective, deterministic, overlap),
         micro_batches,
@@ -155,9 +155,10 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _stages(pp: int | str, overlap: str | int) -> int | str:
-    """Chunks that are asked for leave one stage: a pipeline runs without them."""
-    return 1 if pp == "auto" and isinstance(overlap, int) and overlap > 1 else pp
+def _stages(pp: int | str, overlap: str | int, machine: Cluster) -> int | str:
+    """Chunks that are asked for leave one stage where a pipeline would run without them."""
+    held = isinstance(overlap, int) and overlaps.held(overlap, machine.device)
+    return 1 if pp == "auto" and held else pp
 
 
 def clip_grad_norm_(module: Compiled, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -179,12 +179,12 @@ def clipping(group: Any, name: str, mesh: str, norm_type: float, max_norm: float
     return {"norm": digest(got)}
 
 
-def stepped(group: Any, name: str, mesh: str, schedule: str) -> Report:
+def stepped(group: Any, name: str, mesh: str, schedule: str, overlap: str | int = "auto") -> Report:
     """`compiled.step` twice by a schedule: loss, outputs and gradients of one process, added up."""
     case = CASES[name]
     setup = case.setup(torch.float64)
     want = plain(setup)
-    parts = compiled(case, setup, Mesh.parse(mesh), group, schedule=schedule)
+    parts = compiled(case, setup, Mesh.parse(mesh), group, schedule=schedule, overlap=overlap)
     for times in (1, 2):
         args, kwargs = setup.inputs()
         loss, out = parts.step(*args, loss_fn=setup.loss, **kwargs)

@@ -2,8 +2,9 @@
 
 The adversary holds one launch back for ever and lets everything else run as far as it gets. If a
 launch then begins that reads what the held one was to write, or writes where the held one reads or
-writes, the schedule is wrong. The checker must say so of exactly those schedules: faults are seeded
-everywhere that they can be, and both are asked.
+writes, or if the program ends while a held transfer is on its way, the schedule is wrong. The checker
+must say so of exactly those schedules: faults are seeded everywhere that they can be, and both are
+asked.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import pytest
 
 from plait.errors import ScheduleError
 from plait.passes.overlap.check import check
-from plait.passes.overlap.schedule import COMM, Item, Launch, Record, Schedule, Wait, schedule, slot
+from plait.passes.overlap.schedule import (
+    COMM,
+    COMPUTE,
+    Item,
+    Launch,
+    Record,
+    Schedule,
+    Wait,
+    schedule,
+    slot,
+)
 from tests import pretend
 from tests.cases import CASES
 from tests.lockstep.test_overlap_forced import forced
@@ -52,7 +63,10 @@ def adversary(schedules: Sequence[Schedule]) -> str:
     for rank, s in enumerate(schedules):
         written = {v: i for i, x in enumerate(s.launches) for v in x.writes}
         for held in s.launches:
-            for other in _run(schedules, rank, held):
+            begun, ended = _run(schedules, rank, held)
+            if ended and held.collective:
+                return f"rank {rank}: the program does not wait for {held.name}"
+            for other in begun:
                 early = other.name != held.name and (
                     set(other.reads) & set(held.writes) or _overwrites(other, held, written)
                 )
@@ -67,8 +81,8 @@ def _overwrites(other: Launch, held: Launch, written: dict[str, int]) -> bool:
     return any(slot(v) == slot(w) and written[w] > written[v] for v in used for w in other.writes)
 
 
-def _run(schedules: Sequence[Schedule], rank: int, held: Launch) -> list[Launch]:
-    """What begins on `rank` although `held` never ends."""
+def _run(schedules: Sequence[Schedule], rank: int, held: Launch) -> tuple[list[Launch], bool]:
+    """What begins on `rank` although `held` never ends, and whether its compute comes to its end."""
     lines = {(r, n): [i for i in s.items if i.stream == n] for r, s in enumerate(schedules) for n in s.streams}
     at = dict.fromkeys(lines, 0)
     done: set[tuple[int, str]] = set()
@@ -88,7 +102,7 @@ def _run(schedules: Sequence[Schedule], rank: int, held: Launch) -> list[Launch]
                 at[stream] += 1
                 moved = True
         begun = list(dict.fromkeys(begun))
-    return begun
+    return begun, at[rank, COMPUTE] == len(lines[rank, COMPUTE])
 
 
 def _passes(item: Item, rank: int, done: set[tuple[int, str]], lines: dict[tuple[int, str], list[Item]],

@@ -19,6 +19,7 @@ from plait.passes.overlap.arrange import arranged
 from plait.passes.overlap.check import check
 from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.schedule import Schedule, schedule
+from plait.passes.partition import Local
 from plait.plan import planner
 from plait.plan.planner import Planned
 from plait.program import Program
@@ -61,9 +62,16 @@ def prove(planned: Planned, setup: Setup, n: int, train: bool, want: Run, close:
     divided = pretend.Divided(planned.program, planned.description, solution, planned.grads, ranks)
     for rank, got in enumerate(pretend.run(divided, setup, train)):
         demand(discrepancies(got, want, close), about=f"rank {rank} of {n}")
+    demand([f"{name} has no halves" for name in halved(ranks[0]) if not ranks[0].sites[name].of])
     schedules = [schedule(local, n) for local in ranks]
     check([s.twice() for s in schedules])
     assert all(Schedule.parse(str(s)) == s for s in schedules)
+
+
+def halved(local: Local) -> list[str]:
+    """The moves that are started and waited for apart."""
+    names = (str(n.target).partition(".") for n in local.graph.nodes if n.op == "call_module")
+    return [name for name, _, half in names if half == "start"]
 
 
 def told(planned: Planned) -> None:

@@ -171,10 +171,18 @@ def grouped(*own: str, stream: str = "comm") -> list[Schedule]:
         on = stream if i % 2 else "comm"
         return f"{on}: {name} = all_reduce[{GROUPS[name]}](x) -> s{i}:{name}"
 
-    texts = ["\n".join(["given: x", *(line(i, n) for i, n in enumerate(names))]) for names in own]
+    end = [f"{s}: record {s}_end\ncompute: wait {s}_end" for s in dict.fromkeys(("comm", stream))]
+    texts = ["\n".join(["given: x", *(line(i, n) for i, n in enumerate(names)), *end]) for names in own]
     found = [Schedule.parse(text) for text in texts]
     assert [str(s) for s in found] == texts
     return found
+
+
+def test_a_collective_that_is_left_open_at_the_end_is_found() -> None:
+    ranks = woven()
+    last = max(i for i, x in enumerate(ranks[0].items) if isinstance(x, Wait) and x.stream == "compute")
+    with pytest.raises(ScheduleError, match="rank 0: move_.* is left open at the end"):
+        check([without(ranks[0], last), ranks[1]])
 
 
 def test_groups_that_overlap_have_one_order() -> None:

@@ -65,20 +65,8 @@ class Local:
     sites: dict[str, Site]
     constants: dict[str, Tensor]
     seeded: bool = False
-    ends: dict[str, int] = field(default_factory=dict)  # local nodes made by the end of each node
+    origins: tuple[str, ...] = ()  # the program's node behind each node of the graph
     runs: tuple[tuple[str, ...], ...] = ()  # weights that lie one behind the other (passes/pack.py)
-
-    def starts(self, firsts: Sequence[str]) -> list[int]:
-        """Where the local nodes begin that nodes of the program are made into."""
-        names = list(self.ends)
-        return [self.ends[names[names.index(first) - 1]] for first in firsts]
-
-    def origins(self) -> list[str]:
-        """The program's node behind each node of the local graph."""
-        out: list[str] = []
-        for name, end in self.ends.items():
-            out += [name] * (end - len(out))
-        return out
 
 
 @dataclass
@@ -101,6 +89,7 @@ class Emitter:
     _salts: dict[fx.Node, int] = field(default_factory=dict)
     _asked: Counter[Any] = field(default_factory=Counter)
     _current: fx.Node | None = None
+    _origins: list[str] = field(default_factory=list)
 
     # -- what expansions use -----------------------------------------------------------------------
 
@@ -182,7 +171,7 @@ class Emitter:
     # -- the walk ----------------------------------------------------------------------------------
 
     def run(self) -> Local:
-        shares, ends = [], dict[str, int]()
+        shares = []
         weights = {w.node: w for w in self.program.weights}
         random = [n for n in self.program.graph.nodes if is_random(n)]
         self._draws = bool(random)
@@ -199,10 +188,15 @@ class Emitter:
                 self._call(node)
             elif node.op == "output":
                 self._output(node)
-            ends[node.name] = len(self.graph.nodes)
+            self._made_for(node)
         return Local(
-            self.rank, self.graph, tuple(shares), self.sites, self.constants, self._draws, ends
-        )
+            self.rank, self.graph, tuple(shares), self.sites, self.constants, self._draws,
+            tuple(self._origins),
+        )  # fmt: skip
+
+    def _made_for(self, node: fx.Node) -> None:
+        """What the graph has got since the last time stands for `node`."""
+        self._origins += [node.name] * (len(self.graph.nodes) - len(self._origins))
 
     def _order(self) -> Sequence[fx.Node]:
         return list(self.program.graph.nodes)

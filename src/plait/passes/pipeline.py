@@ -50,14 +50,32 @@ class Stage:
     results: tuple[int, ...]  # flat outputs that this stage gives, after the sent values
 
 
-def stage_of(local: Local, firsts: Sequence[str], light: frozenset[str]) -> dict[fx.Node, int]:
+@dataclass(frozen=True)
+class Borders:
+    """Where a program is cut: `firsts`, the first node of each stage but the first; `light` nodes are
+    made again by every stage that reads them."""
+
+    firsts: tuple[str, ...] = ()
+    light: frozenset[str] = frozenset()
+
+    def places(self, graph: fx.Graph) -> dict[str, int]:
+        """The stage in whose part of the program each node stands, by its name."""
+        out: dict[str, int] = {}
+        begins, now = set(self.firsts), 0
+        for node in graph.nodes:
+            now += node.name in begins
+            out[node.name] = now
+        return out
+
+
+def stage_of(local: Local, borders: Borders, program: fx.Graph) -> dict[fx.Node, int]:
     """The stage of every call in the local graph, but for light ones and moves of weights: they have
     none.
 
-    `firsts`: the first node of the program in each stage but the first; `light`: nodes of the program.
+    A node runs where that one of the program does for which it was made: regions in chunks are not in
+    the program's order.
     """
-    starts = local.starts(firsts)
-    origin = local.origins()
+    places, origin = borders.places(program), local.origins
     shares = {share.weight.node for share in local.shares}
     held = {n for n in local.graph.nodes if n.op == "placeholder" and n.name in shares}
     out: dict[fx.Node, int] = {}
@@ -69,8 +87,8 @@ def stage_of(local: Local, firsts: Sequence[str], light: frozenset[str]) -> dict
             continue
         if node.target is getitem and node.args[0] in out:
             out[node] = out[node.args[0]]
-        elif origin[at] not in light or not _can_repeat(node, out):
-            out[node] = sum(at >= start for start in starts)
+        elif origin[at] not in borders.light or not _can_repeat(node, out):
+            out[node] = places[origin[at]]
     return out
 
 
@@ -79,12 +97,12 @@ def _can_repeat(node: fx.Node, placed: Mapping[fx.Node, int]) -> bool:
     return node.op == "call_function" and not any(i in placed for i in node.all_input_nodes)
 
 
-def split(local: Local, firsts: Sequence[str], light: frozenset[str]) -> tuple[Stage, ...]:
+def split(local: Local, borders: Borders, program: fx.Graph) -> tuple[Stage, ...]:
     """The programs of all stages of one rank."""
-    placed = stage_of(local, firsts, light)
+    placed = stage_of(local, borders, program)
     shares = {share.weight.node for share in local.shares}
     output = next(iter(reversed(local.graph.nodes)))
-    count = len(firsts) + 1
+    count = len(borders.firsts) + 1
     flat = list(output.args[0])  # type: ignore[arg-type]
     results: list[list[int]] = [[] for _ in range(count)]
     for i, item in enumerate(flat):

@@ -6,8 +6,10 @@ linear_3..mul_10 by f2: rows 4; 812.0 us of 930.1 us, exposed 40.2 us: move_2 mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from plait.cluster import Cluster
+from plait.cluster.device import Device
 from plait.errors import PlanError
 from plait.passes.overlap.choose import Candidate, choose
 from plait.passes.overlap.chunks import Form
@@ -34,6 +36,14 @@ def machine(cluster: Cluster, n: int, collective: Callable[[str, float], float])
     return Machine(cluster.device, collective, n, loses, _START[kind])
 
 
+def held(overlap: str | int, device: Device, recompute: str = "off") -> tuple[str, ...]:
+    """A line that says why nothing runs in chunks within stages, where something could have."""
+    cuda = device.kind == "cuda"
+    why = "stages on CUDA devices run without chunks" if cuda else "activations are computed again"
+    asked = overlap not in ("off", 1)
+    return (f"overlap: off instead of {overlap}: {why}",) if asked and (cuda or recompute != "off") else ()
+
+
 def decide(
     flow: Flow, overlap: str | int, machine: Machine, first: Local
 ) -> tuple[dict[Region, Form], tuple[Overlapped, ...]]:
@@ -46,8 +56,9 @@ def decide(
     names: dict[str, list[str]] = {}
     for site in first.sites.values():
         names.setdefault(site.key.rpartition(" #")[0], []).append(site.name)
-    listed = [_spell(c, chosen, names, overlap) for c in weighed]
-    return chosen, tuple(listed)
+    stages = (flow.stages[c.region.nodes[0]] for c in weighed)
+    listed = (_spell(c, chosen, names, overlap) for c in weighed)
+    return chosen, tuple(replace(o, stage=s) for o, s in zip(listed, stages, strict=True))
 
 
 def again(flow: Flow, plan: Plan) -> dict[Region, Form]:
@@ -71,19 +82,6 @@ def _spell(
     c: Candidate, chosen: dict[Region, Form], names: dict[str, list[str]], overlap: str | int
 ) -> Overlapped:
     form = chosen.get(c.region)
-    mine = {e.key for e in c.region.sites}
-    others = [
-        r
-        for r in chosen
-        if r is not c.region and (r.members & c.region.members or mine & {e.key for e in r.sites})
-    ]
-    reason = "" if form is not None else c.reason
-    if form is None and others:
-        reason = instead(others[0].name)
-    elif form is None and isinstance(overlap, int):
-        reason = "it would wait for regions that wait for it"
-    if form is not None and isinstance(overlap, int) and form.count < overlap:
-        reason = f"{overlap} chunks asked for, {form.count} rows to cut"
     return Overlapped(
         region=c.region.name,
         form=str(form or "whole"),
@@ -92,8 +90,23 @@ def _spell(
         seconds=c.seconds if form is not None else c.whole,
         whole=c.whole,
         exposed=c.exposed if form is not None else c.hideable,
-        reason=reason,
+        reason=_fewer(form, overlap) if form is not None else _reason(c, chosen, overlap),
     )
+
+
+def _fewer(form: Form, overlap: str | int) -> str:
+    """Why it is not in as many chunks as were asked for."""
+    fewer = isinstance(overlap, int) and form.count < overlap
+    return f"{overlap} chunks asked for, {form.count} rows to cut" if fewer else ""
+
+
+def _reason(c: Candidate, chosen: dict[Region, Form], overlap: str | int) -> str:
+    """Why a region stays whole beside those that are chosen."""
+    others = [r for r in chosen if r.members & c.region.members]
+    others += [r for r in chosen if r.keys & c.region.keys]
+    if others:
+        return instead(others[0].name)
+    return "it would wait for regions that wait for it" if isinstance(overlap, int) else c.reason
 
 
 def _key(edge: Edge) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import PlanError
+from plait.passes.pipeline import Borders
 from plait.plan.measured import Measured
 from plait.program import Program
 
@@ -65,6 +66,11 @@ class Overlapped:
     whole: float
     exposed: float
     reason: str = ""
+    stage: int = 0  # of a pipeline
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Overlapped:
+        return cls(**{**data, "sites": tuple(data["sites"])})
 
     def __str__(self) -> str:
         why = f"; {self.reason}" if self.reason else ""
@@ -108,6 +114,11 @@ class Staged:
     memory: tuple[float, ...] = ()  # bytes of a rank of every stage, at most
     recompute: str = "off"
     segments: tuple[str, ...] = ()  # of what runs again: the first operators of all but the first
+    overlaps: tuple[tuple[Overlapped, ...], ...] = ()  # as the plan's own, of further sizes
+
+    @property
+    def borders(self) -> Borders:
+        return Borders(self.firsts, frozenset(self.light))
 
     def __str__(self) -> str:
         cuts = f", cut before {', '.join(self.firsts)}" if self.firsts else ""
@@ -117,7 +128,9 @@ class Staged:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Staged:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})  # type: ignore[arg-type]
+        lists = {k: tuple(v) for k, v in data.items() if isinstance(v, list)}
+        further = tuple(tuple(map(Overlapped.of, one)) for one in data.get("overlaps", ()))
+        return cls(**{**data, **lists, "overlaps": further})
 
 
 @dataclass(frozen=True)
@@ -257,7 +270,9 @@ class Plan:
         if self.choice is None or len(self.choice.front) == 1:
             return ""
         rough = abs(self.choice.winner.seconds - self.seconds) > 0.01 * self.seconds
-        how = " (compared without fused norms and graph launches)" if rough else ""
+        woven = any(o.form != "whole" for o in self.overlaps)
+        without = "chunks" if woven and self.staged is not None else "fused norms and graph launches"
+        how = f" (compared without {without})" if rough else ""
         return f"chosen of {self.choice.weighed}{how}: {self.choice.reason}"
 
     @property
@@ -280,9 +295,7 @@ class Plan:
             raise PlanError(f"the plan is of version {version}; this plait reads {VERSION}")
         try:
             data["collectives"] = tuple(Placed(**p) for p in data["collectives"])
-            data["overlaps"] = tuple(
-                Overlapped(**o | {"sites": tuple(o["sites"])}) for o in data.get("overlaps", ())
-            )
+            data["overlaps"] = tuple(map(Overlapped.of, data.get("overlaps", ())))
             data["kept"] = tuple(Kept(**k) for k in data.get("kept", ()))
             if data.get("gradients") is not None:
                 data["gradients"] = Placed(**data["gradients"])

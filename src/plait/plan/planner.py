@@ -23,6 +23,7 @@ from plait.passes.overlap.regions import Region
 from plait.passes.overlap.weave import weave
 from plait.passes.pack import merge
 from plait.passes.partition import Local, Share, Site, partition
+from plait.passes.pipeline import Borders
 from plait.passes.rings import find
 from plait.passes.rings import fixed as fixed_sizes
 from plait.plan import direct, overlaps, packing
@@ -108,7 +109,8 @@ class Planned:
 
     @property
     def flow(self) -> Flow:
-        return Flow(self.program, self.description, self.strategies, self.grads)
+        borders = self.plan.staged.borders if self.plan.staged is not None else Borders()
+        return Flow(self.program, self.description, self.strategies, self.grads, borders)
 
     def local(self, rank: int) -> Local:
         made = weave(self.flow, self.chosen, rank)
@@ -203,8 +205,8 @@ def replay(program: Program, plan: Plan, options: Options) -> Planned:
             raise PlanError(f"{node.name} has no strategy {label}; it has {', '.join(by_label)}")
         strategies[node] = by_label[label]
     grads = program.differentiable()
-    flow = Flow(program, description, strategies, grads)
-    return Planned(plan, program, description, strategies, grads, overlaps.again(flow, plan))
+    planned = Planned(plan, program, description, strategies, grads)
+    return replace(planned, chosen=overlaps.again(planned.flow, plan))
 
 
 def rates(cluster: Cluster, program: Program) -> Rates:

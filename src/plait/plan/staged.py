@@ -19,10 +19,11 @@ from plait.mesh import ORDERS, Mesh
 from plait.passes import microbatch, schedule
 from plait.passes.microbatch import Batch, Joined
 from plait.passes.partition import Share, partition
-from plait.plan import joint, planner
+from plait.passes.schedule import Schedule
+from plait.plan import joint, overlaps, planner
 from plait.plan.gradients import room, summed
 from plait.plan.placement import Placement
-from plait.plan.plan import Candidate, Choice, Plan, Staged, program_digest
+from plait.plan.plan import Candidate, Choice, Overlapped, Plan, Staged, program_digest
 from plait.plan.planner import Held, Options, Planned
 from plait.plan.recompute import recomputed
 from plait.plan.stages import Cuts, Line
@@ -104,7 +105,6 @@ def _plan(
     cuts = _cut(line, work, _placed(wish, options, best), best, program.training, homes)
     layouts = {s.weight.node: s.cut for s in _shares(planned)}
     rest = [planner.make(p, options, layouts) for p in others]
-    again = best.recompute != "off"
     staged = Staged(
         program=program_digest(program),
         rows=tuple(map(batch.rows, range(batch.pieces))) if batch is not None else (),
@@ -115,23 +115,29 @@ def _plan(
         seconds=cuts.seconds,
         best=cuts.best,
         crossing=cuts.crossing,
-        bubble=schedule.bubble(order, schedule.forward(order, cuts.seconds, again), again),
+        bubble=0.0,
         strategies=tuple(dict(p.plan.strategies) for p in rest),
         memory=cuts.memory,
         recompute=best.recompute,
         segments=tuple(line.items[p].name for p in line.again.starts) if line.again else (),
     )
     ends = best.parts["gradients"] + best.parts["outputs"]
+    held = overlaps.held(wanted, options.cluster.device, best.recompute) if options.tp > 1 else ()
+    wanted = "off" if held else wanted
+    listed = [_overlapped(p, staged, wanted, options) for p in (planned, *rest)]
+    staged = _hiding(staged, order, listed)
     return replace(
         planned.plan,
         pp=wish.pp,
         dp=wish.dp,
         staged=staged,
         gradients=summed(_placed(wish, options, best), options, work),
-        seconds=played(order, cuts.seconds, best.recompute) + ends,
+        seconds=played(order, staged.seconds, best.recompute) + ends,
         seconds_alone=planned.plan.seconds_alone * pieces,
         cluster=str(wish.cluster),
-        notes=(*planned.plan.notes, *choice.notes, *_unwoven(wanted)),
+        notes=(*planned.plan.notes, *choice.notes, *held),
+        overlap=str(wanted),
+        overlaps=listed[0],
         times=(),
         packed=(),  # a cut may come between them
         choice=choice,
@@ -180,20 +186,22 @@ def replay(program: Program, plan: Plan, options: Options, wish: Wish) -> Pieces
     if joined is not None:
         joined = replace(joined, pieces=len(staged.rows) // len(joined.rows))
     numbers = joined.own if joined is not None else range(len(staged.rows) or 1)
-    by_rows = _strategies(plan, staged)
+    by_rows = _by_rows(plan, staged)
     out = list[Planned]()
     for k, piece in zip(numbers, _programs(program, description, batch, numbers), strict=True):
         rows = batch.rows(k) if batch is not None else 0
-        own = replace(plan, program=program_digest(piece), strategies=by_rows[rows])
+        strategies, chunks = by_rows[rows]
+        own = replace(plan, program=program_digest(piece), strategies=strategies, overlaps=chunks)
         planned = planner.replay(piece, own, options)
         out.append(planned if out else replace(planned, plan=plan))
     return Pieces(program, description, batch, tuple(out), joined)
 
 
-def _strategies(plan: Plan, staged: Staged) -> dict[int, Mapping[str, str]]:
-    """By the rows of a micro-batch: the plan's own are those of the first."""
+def _by_rows(plan: Plan, staged: Staged) -> dict[int, tuple[Mapping[str, str], tuple[Overlapped, ...]]]:
+    """Strategies and regions by the rows of a micro-batch: the plan's own are those of the first."""
     sizes = dict.fromkeys(staged.rows or (0,))
-    return dict(zip(sizes, (plan.strategies, *staged.strategies), strict=True))
+    strategies, chunks = (plan.strategies, *staged.strategies), (plan.overlaps, *staged.overlaps)
+    return dict(zip(sizes, zip(strategies, chunks, strict=True), strict=True))
 
 
 def _choice(
@@ -212,10 +220,22 @@ def _choice(
     return joint.search(program, ask, d).choice
 
 
-def _unwoven(overlap: str | int) -> tuple[str, ...]:
-    """A cut may fall into a region, so stages run without chunks."""
-    chunks = isinstance(overlap, int) and overlap > 1
-    return (f"overlap: off instead of {overlap}: stages run without",) if chunks else ()
+def _overlapped(
+    piece: Planned, staged: Staged, overlap: str | int, options: Options
+) -> tuple[Overlapped, ...]:
+    """The regions of all stages, and how they run: each region is in one stage."""
+    flow = replace(piece, plan=replace(piece.plan, staged=staged)).flow
+    machine = overlaps.machine(options.cluster, options.tp, planner.collective(options))
+    return overlaps.decide(flow, overlap, machine, piece.local(0))[1]
+
+
+def _hiding(staged: Staged, order: Schedule, listed: Sequence[tuple[Overlapped, ...]]) -> Staged:
+    """With what the chunks of each stage gain, of the first micro-batch as all its times are."""
+    gains = [sum(o.whole - o.seconds for o in listed[0] if o.stage == s) for s in range(order.stages)]
+    seconds = tuple(whole - gain for whole, gain in zip(staged.seconds, gains, strict=True))
+    again = staged.recompute != "off"
+    bubble = schedule.bubble(order, schedule.forward(order, seconds, again), again)
+    return replace(staged, seconds=seconds, bubble=bubble, overlaps=tuple(listed[1:]))
 
 
 def _cut(

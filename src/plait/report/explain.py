@@ -69,7 +69,16 @@ def _regions(plan: Plan) -> list[str]:
     """What can run in chunks, in what chunks it does, and why not where it does not."""
     cut = sum(o.form != "whole" for o in plan.overlaps)
     lines = [f"regions: {cut} of {len(plan.overlaps)} in chunks"] if plan.overlaps else []
-    return lines + [f"  {o}" for o in plan.overlaps]
+    staged = plan.staged
+    if staged is None:
+        return lines + [f"  {o}" for o in plan.overlaps]
+    lines += [f"  stage {o.stage}, {o}" for o in plan.overlaps]
+    _, *sizes = dict.fromkeys(staged.rows or (0,))
+    known = {(o.region, o.form) for o in plan.overlaps}
+    for rows, listed in zip(sizes, staged.overlaps, strict=True):  # where they run otherwise
+        others = [o for o in listed if (o.region, o.form) not in known]
+        lines += [f"  of {rows} rows: stage {o.stage}, {o}" for o in others]
+    return lines
 
 
 def _beside(plan: Plan, placed: Placed) -> str:

@@ -8,7 +8,8 @@ inputs, and the values that came over a wire.
     I    B without the gradients of weights; where a stage runs again, it does so first
     W    these
 
-While an action computes, the messages of the next one are already on their way.
+While an action computes, the messages of the next one are already on their way, and the moves of
+chunks within its stage; none of these is when it ends, so the order on the group is that of actions.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ class Run:
         for wire in came:
             other = wire.source if action.kind == "F" else wire.target
             self._settle(Action(other, action.kind, action.piece))
+        before = self.stages.transport.open
         match action.kind:
             case "F":
                 self._forward(action, came)
@@ -159,6 +161,7 @@ class Run:
                 self._backward(action, came)
             case "W":
                 self._pay(action)
+        assert self.stages.transport.open == before, f"{action} ends while moves that it started are on their way"
 
     def _settle(self, sender: Action) -> None:
         self.stages.channel.settle(self.stages.place(sender.stage), self._at[sender])

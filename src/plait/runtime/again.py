@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plait.errors import PlaitError
 from plait.passes.partition import Local
+from plait.passes.pipeline import Borders
 
 SEGMENT = "segment"  # in a node's meta
 
@@ -53,13 +54,11 @@ def _versions(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(x._version if isinstance(x, Tensor) else 0 for x in values)
 
 
-def mark(local: Local, firsts: Sequence[str]) -> None:
+def mark(local: Local, firsts: Sequence[str], program: fx.Graph) -> None:
     """Every node of a rank's program says which segment it is in; `firsts` as for stages."""
-    starts = set(local.starts(firsts))
-    now = 0
-    for at, node in enumerate(local.graph.nodes):
-        now += at in starts
-        node.meta[SEGMENT] = now
+    places = Borders(tuple(firsts)).places(program)
+    for node, origin in zip(local.graph.nodes, local.origins, strict=True):
+        node.meta[SEGMENT] = places[origin]
 
 
 def segmented(

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from plait.passes import late
 from plait.passes.microbatch import WHOLE_COPY
-from plait.passes.partition import Local, partition
+from plait.passes.overlap.check import closed
+from plait.passes.partition import Local
 from plait.passes.pipeline import Stage, Wire, split, stage_of
 from plait.passes.schedule import Schedule
 from plait.passes.trace import Reach, Spec, reach, trace
@@ -28,6 +29,7 @@ from plait.runtime.again import mark, segmented
 from plait.runtime.channel import Channel
 from plait.runtime.executor import place
 from plait.runtime.replicas import Replicas
+from plait.runtime.streams import Beside, halves
 from plait.runtime.transport import MoveModule, Transport
 
 
@@ -73,6 +75,7 @@ class Stages:
     joined: bool = False  # the program is of all replicas' batches together
     gradients: str = "native"  # the algorithm of their sum
     again: bool = False  # a stage runs its forward again, whole, for its backward
+    transport: Transport = field(default_factory=lambda: Transport(None, 0, 1))  # of the moves within stages
     _traces: dict[Any, tuple[dict[str, Spec], ...]] = field(default_factory=dict)
     _reaches: dict[Any, Reach] = field(default_factory=dict)
 
@@ -177,6 +180,8 @@ def stages(
 ) -> Stages:
     """This rank's stages of every micro-batch; `holders` by node, where weights are loaded."""
     apart = "W" in order.kinds and pieces.full.training
+    if any(planned.chosen for planned in pieces.planned):
+        transport = Beside.of(transport, device)
     made = tuple(
         _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
     )
@@ -193,6 +198,7 @@ def stages(
         pieces.joined is not None,
         pieces.plan.gradients.algorithm if pieces.plan.gradients is not None else "native",
         apart and pieces.staged.recompute != "off",
+        transport,
     )
 
 
@@ -212,23 +218,18 @@ def _piece(
     apart: bool,
 ) -> Piece:
     staged = pieces.staged
-    local = partition(
-        planned.program, planned.description, planned.strategies, planned.grads, transport.rank
-    )
-    light = frozenset(staged.light)
+    local, program = planned.local(transport.rank), planned.program.graph
     segments = staged.recompute != "off" and not apart
     if segments:
-        mark(local, staged.segments)
-    cut = split(local, staged.firsts, light)
-    algorithms = {p.name: p.algorithm for p in pieces.plan.collectives}
+        mark(local, staged.segments, program)
+    cut = split(local, staged.borders, program)
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
-    for name, site in local.sites.items():
-        ways = (algorithms.get(n, "native") for n in (name, f"{name}.backward"))
-        root[name] = MoveModule(site, transport, *ways)
+    root |= _moves(local, pieces, transport)
     trained = {s.weight.node for s in local.shares if s.weight.requires_grad}
     names = {s.weight.node: s.weight.name for s in local.shares}
     modules = {}
     for stage in cut:
+        closed(stage.graph, f"stage {stage.index}")
         if stage.index % line.pp == line.place:
             place(stage.graph, device)
             owing = late.defer(stage.graph, trained) if apart else {}
@@ -237,10 +238,25 @@ def _piece(
                 if segments
                 else fx.GraphModule(root | owing, stage.graph)
             )
-    placed = {n.name: s for n, s in stage_of(local, staged.firsts, light).items()}
+    placed = {n.name: s for n, s in stage_of(local, staged.borders, program).items()}
     wires = [wire for stage in cut for wire in stage.sends]
     numbers = {wire: i for i, wire in enumerate(wires)}
     return Piece(local, cut, placed, modules, _feeds(pieces, planned.program), numbers)
+
+
+def _moves(local: Local, pieces: Pieces, transport: Transport) -> dict[str, Any]:
+    """The modules of all moves; of one that runs in chunks, its halves."""
+    algorithms = {p.name: p.algorithm for p in pieces.plan.collectives}
+    out: dict[str, Any] = {}
+    for name, site in local.sites.items():
+        whole = site.of or name
+        ways = [algorithms.get(n, "native") for n in (whole, f"{whole}.backward")]
+        if site.of:
+            assert isinstance(transport, Beside)
+            out |= halves(site, transport, *ways)
+        else:
+            out[name] = MoveModule(site, transport, *ways)
+    return out
 
 
 def _feeds(pieces: Pieces, program: Program) -> dict[str, Feed]:

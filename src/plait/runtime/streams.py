@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.passes.partition import Site
 from plait.rules.moves import Cut, Step
-from plait.runtime.transport import Transport
+from plait.runtime.transport import Begun, Transport
 
 Job = Callable[[], Tensor]
 
@@ -48,6 +48,18 @@ class Done:
 
     def wait(self) -> Tensor:
         return self.value
+
+
+@dataclass
+class _Awaited:
+    """A move of which a line counts how many are not waited for yet."""
+
+    handle: Handle
+    open: Begun
+
+    def wait(self) -> Tensor:
+        self.open.count -= 1
+        return self.handle.wait()
 
 
 class _Promise:
@@ -131,6 +143,11 @@ class Beside(Transport):
 
     under: Transport = field(kw_only=True)
     on: Line = field(kw_only=True)
+    underway: Begun = field(default_factory=Begun, kw_only=True, compare=False)
+
+    @property
+    def open(self) -> int:
+        return self.underway.count
 
     @classmethod
     def of(cls, transport: Transport, device: torch.device) -> Beside:  # type: ignore[override]
@@ -149,7 +166,8 @@ class Beside(Transport):
             return Done(run(step, x, cut, algorithm))
         if x.is_cuda and isinstance(self.on, Stream):
             x.record_stream(self.on.stream)
-        return self.on.start(lambda: run(step, x, cut, algorithm))
+        self.underway.count += 1
+        return _Awaited(self.on.start(lambda: run(step, x, cut, algorithm)), self.underway)
 
 
 @dataclass

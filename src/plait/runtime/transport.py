@@ -28,7 +28,7 @@ from plait.runtime.symmetric import Idle, Workspace
 
 
 class Begun:
-    """How many collective steps this rank has begun."""
+    """How many collective steps this rank has begun; or of these, how many it has not ended."""
 
     count = 0
 
@@ -56,6 +56,11 @@ class Transport:
     def captures(self) -> bool:
         """Whether the group's collectives on CUDA can be captured in a graph."""
         return self.group is None or "nccl" in str(dist.get_backend_config(self.group))
+
+    @property
+    def open(self) -> int:
+        """Moves that are begun and not waited for yet."""
+        return 0
 
     def arena(self, nbytes: int, device: torch.device) -> Workspace:
         """Memory that all ranks of the group map; collective."""
@@ -145,6 +150,11 @@ class Still(Transport):
     """
 
     known: dict[Any, Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def open(self) -> int:
+        """Moves that are begun and not waited for yet."""
+        return 0
 
     def arena(self, nbytes: int, device: torch.device) -> Workspace:
         return Idle.on_device(nbytes, self.rank, self.size, device)

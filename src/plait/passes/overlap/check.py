@@ -8,6 +8,12 @@ Mattern), and from the clocks follows:
     a reader comes after the one that wrote its value
     a slot is written only after all readers of what lies in it
     any two ranks do the collectives that they share in one order, whatever the streams do
+    every collective is over when its rank's compute ends: nothing is left open
+
+The last makes programs that follow one another right if each of them is alone, in whatever order,
+if only it is the same on all ranks: when one begins no collective of another is on its way, so the
+order on the group is that of the programs, and no slot is still read. So it is with the actions of
+a pipeline, of which each runs one stage's program forward or back; `closed` asks it of a stage.
 """
 
 from __future__ import annotations
@@ -16,8 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from torch import fx
+
 from plait.errors import ScheduleError
-from plait.passes.overlap.schedule import Launch, Record, Schedule, Wait, slot
+from plait.passes.overlap.schedule import COMPUTE, Launch, Record, Schedule, Wait, slot
 
 Stream = tuple[int, str]  # (rank, stream)
 Clock = dict[Stream, int]
@@ -30,6 +38,7 @@ def check(schedules: Sequence[Schedule]) -> None:
     for rank, schedule in enumerate(schedules):
         faults += _values(rank, schedule, run)
         faults += _unordered(rank, run)
+        faults += _open(rank, run)
     faults += _orders(run)
     if faults:
         raise ScheduleError("\n".join(faults))
@@ -161,6 +170,36 @@ def _unordered(rank: int, run: _Run) -> list[str]:
         for a, b in zip(names, names[1:], strict=False)
         if not run.before(rank, a, b)
     ]
+
+
+def _open(rank: int, run: _Run) -> list[str]:
+    """Collectives of one rank that may be on their way when its compute has come to its end."""
+    end = run.now.get((rank, COMPUTE), {})
+    own = {name: run.clocks[rank, name][:2] for name in run.done[rank]}
+    return [
+        f"rank {rank}: {name} is left open at the end"
+        for name, (stream, index) in own.items()
+        if end.get(stream, -1) < index
+    ]
+
+
+def closed(graph: fx.Graph, name: str) -> None:
+    """ScheduleError unless every move that is started in the graph is waited for in it.
+
+    So it is on the way back, where a wait starts the dual move and the start waits for it.
+    """
+    started: set[str] = set()
+    faults = []
+    for node in graph.nodes:
+        site, _, half = str(node.target).partition(".")
+        if node.op == "call_module" and half == "start":
+            started.add(site)
+        elif node.op == "call_module" and half == "wait":
+            faults += [f"{name}: {site} is waited for, and started elsewhere"] * (site not in started)
+            started.discard(site)
+    faults += [f"{name}: {site} is left open at the end" for site in sorted(started)]
+    if faults:
+        raise ScheduleError("\n".join(faults))
 
 
 def _orders(run: _Run) -> list[str]:

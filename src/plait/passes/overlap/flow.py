@@ -7,11 +7,13 @@ follows (passes/partition.py) says here, before anything is emitted, which edges
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import getitem
 
 from torch import fx
 
+from plait.passes.pipeline import Borders
 from plait.program import Program
 from plait.rules.describe import Access, Description
 from plait.rules.equation import Dims
@@ -49,6 +51,18 @@ class Flow:
     description: Description
     strategies: dict[fx.Node, Strategy]
     grads: set[fx.Node]
+    borders: Borders = field(default_factory=Borders)  # of a pipeline's stages, over which no region goes
+
+    @cached_property
+    def stages(self) -> dict[fx.Node, int]:
+        """Where each node runs, but for those that every stage makes again; a tuple's parts with it."""
+        places = self.borders.places(self.program.graph)
+        out: dict[fx.Node, int] = {}
+        for node in self.program.graph.nodes:
+            if node.name not in self.borders.light:
+                whole = node.args[0] if node.target is getitem else None
+                out[node] = out.get(whole, places[node.name])  # type: ignore[arg-type]
+        return out
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -61,6 +75,14 @@ class Flow:
     @cached_property
     def out(self) -> dict[fx.Node, list[Edge]]:
         return self._grouped("source")
+
+    def at_home(self, edge: Edge) -> bool:
+        """The move of a weight that every stage which reads it makes for itself."""
+        return bool(self.borders.firsts) and edge.source.name in self._weights
+
+    @cached_property
+    def _weights(self) -> frozenset[str]:
+        return frozenset(w.node for w in self.program.weights)
 
     def access(self, node: fx.Node) -> Access | None:
         return self.description.accesses.get(node)

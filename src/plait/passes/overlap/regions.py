@@ -10,6 +10,10 @@ node begins a new level:
     norm q k v          attention   o add norm gate up mul down add norm q k v       by s
     norm q k v attention o add norm gate up mul down ...                             by b, or by s in order
 
+A group is of one stage of a pipeline. No path leaves a stage and comes back into it either, since stages
+are cut out of the program's order; what every stage makes again is in no group, and nothing leads from a
+group to it.
+
 What is left of a group after trimming light operators from its ends, with the edges of it that
 communicate, is a region. No operator or model is known here by name.
 """
@@ -115,7 +119,7 @@ def _regions(flow: Flow, f: Factor, n: int) -> list[Region]:
     can = {
         node
         for node, access in flow.description.accesses.items()
-        if node in flow.strategies and chunkable(access, flow.strategies[node], cut)
+        if node in flow.strategies and node in flow.stages and chunkable(access, flow.strategies[node], cut)
     }
     ordered = {node for node in can if in_order(flow.description.accesses[node], cut)}
     found = _grown(flow, f, n, can - ordered)
@@ -186,9 +190,9 @@ def _drop_torn_tuples(can: set[fx.Node]) -> None:
 
 
 def _groups(flow: Flow, can: set[fx.Node]) -> list[list[fx.Node]]:
-    """Neighbours of one level: readers of each other, or of one value that is sent to them."""
+    """Neighbours of one level and stage: readers of each other, or of one value that is sent to them."""
     level: dict[fx.Node, int] = {}
-    shared: dict[tuple[object, int], fx.Node] = {}
+    shared: dict[tuple[object, int, int], fx.Node] = {}
     tainted: set[fx.Node] = set()
     group: dict[fx.Node, list[fx.Node]] = {}
     for node in flow.program.graph.nodes:
@@ -198,8 +202,11 @@ def _groups(flow: Flow, can: set[fx.Node]) -> list[list[fx.Node]]:
             tainted.add(node)
         if node not in can:
             continue
-        near = [i for i in inputs if i in can and level[i] == level[node]]
-        near += [shared.setdefault((e.key, level[node]), node) for e in flow.into[node] if e.collectives]
+        stage = flow.stages[node]
+        near = [i for i in inputs if i in can and (level[i], flow.stages[i]) == (level[node], stage)]
+        near += [
+            shared.setdefault((e.key, level[node], stage), node) for e in flow.into[node] if e.collectives
+        ]
         mine = [node]
         for other in {id(group[i]): group[i] for i in near if i in group}.values():
             mine = other + mine
@@ -240,7 +247,7 @@ def region(flow: Flow, f: Factor, n: int, nodes: list[fx.Node]) -> Region | None
     """`nodes` with what they send and are sent in chunks of `f`; None if that is nothing."""
     members, cut = set(nodes), probe(f)
     touching = dict.fromkeys(e for node in nodes for e in (*flow.into[node], *flow.out[node]))
-    sends = [e for e in touching if e.collectives and cut.dim(e.dims) is not None]
+    sends = [e for e in touching if e.collectives and cut.dim(e.dims) is not None and not flow.at_home(e)]
     sites = [e for e in sends if _in_chunks(e, members, cut)]
     splits = {s for e in sites for s in (e.have.split, e.need.split) if s is not None and s.touches(f)}
     if any(min(s.sizes(f)) < 2 for s in splits):  # moves of single rows stay whole

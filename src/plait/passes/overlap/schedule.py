@@ -91,7 +91,12 @@ class Schedule:
 
     def twice(self) -> Schedule:
         """Two replays of a captured program, one behind the other, in the same slots."""
-        return Schedule((*self.items, *(_second(i, self.given) for i in self.items)), self.given)
+        return self.then(self, "'")
+
+    def then(self, other: Schedule, mark: str) -> Schedule:
+        """`other` behind this one, in the same slots; `mark` tells its names from those here."""
+        later = (_marked(item, other.given, mark) for item in other.items)
+        return Schedule((*self.items, *later), self.given | other.given)
 
 
 def slot(value: str) -> str | None:
@@ -196,12 +201,12 @@ def _aliases(node: fx.Node) -> bool:
     return any(r.alias_info is not None for r in schema.returns) or "reshape" in str(node.target)
 
 
-def _second(item: Item, given: frozenset[str]) -> Item:
+def _marked(item: Item, given: frozenset[str], mark: str) -> Item:
     if not isinstance(item, Launch):
-        return type(item)(item.stream, item.event + "'")
-    reads = tuple(v if v in given else v + "'" for v in item.reads)
-    writes = tuple(v + "'" for v in item.writes)
-    return Launch(item.stream, item.name + "'", reads, writes, item.collective, item.ranks)
+        return type(item)(item.stream, item.event + mark)
+    reads = tuple(v if v in given else v + mark for v in item.reads)
+    writes = tuple(v + mark for v in item.writes)
+    return Launch(item.stream, item.name + mark, reads, writes, item.collective, item.ranks)
 
 
 _LINE = re.compile(r"(\w+): (?:(record|wait) (\S+)|(\S+)(?: = (\w+)\[([\d,]*)\])?\((.*)\) -> (.*))")

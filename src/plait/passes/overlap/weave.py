@@ -144,7 +144,9 @@ class Weaver(Emitter):
                         self._current = node
                         self._call(node)
                         self._send(node)
+                        self._made_for(node)
         self._leave(region)
+        self._made_for(region.nodes[-1])
         self._asked |= self._turns[-1].asked
         self._region = self._chunks = None
 
@@ -243,22 +245,18 @@ class Weaver(Emitter):
         self, c: Conversion, x: fx.Node, about: fx.Node, grad: bool, dims: Dims, key: str
     ) -> fx.Node:
         """A move that was not started before: inside a region it is waited for at once."""
-        site = self._named(self._new_site(c, about, grad, dims, key), dims)
-        self.sites[site.name] = site
-        if not site.of:
-            return self.graph.call_module(site.name, (x,))
-        return self._wait(self.graph.call_module(f"{site.name}.start", (x,)))
+        return self._wait(self._start(c, x, about, grad, dims, key))
 
     def _start(
         self, c: Conversion, x: fx.Node, about: fx.Node, grad: bool, dims: Dims, key: str
     ) -> fx.Node:
         site = self._named(self._new_site(c, about, grad, dims, key), dims)
         self.sites[site.name] = site
-        return self.graph.call_module(f"{site.name}.start", (x,))
+        return self.graph.call_module(f"{site.name}.start" if site.of else site.name, (x,))
 
     def _wait(self, started: fx.Node) -> fx.Node:
-        name = str(started.target).removesuffix(".start")
-        return self.graph.call_module(f"{name}.wait", (started,))
+        name, _, half = str(started.target).partition(".")
+        return self.graph.call_module(f"{name}.wait", (started,)) if half else started
 
     def _named(self, site: Site, dims: Dims) -> Site:
         """As the whole program calls it, and of which chunk."""
