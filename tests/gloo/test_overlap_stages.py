@@ -69,7 +69,7 @@ class Deep(nn.Module):
 
 def deep(group: Any, rows: int, **options: Any) -> tuple[nn.Module, torch.Tensor, plait.Compiled]:
     torch.manual_seed(0)
-    model, x = Deep().double(), torch.randn(rows, 3, 8, dtype=torch.float64)
+    model, x = Deep().double(), torch.randn(rows, 8, dtype=torch.float64)
     size = dist.get_world_size(group)
     defaults: dict[str, Any] = dict(tp=2, pp=2, training=True, cluster=prove.free(size), measure=False)
     return model, x, plait.compile(model, (x,), group=group, **(defaults | options))
@@ -90,12 +90,13 @@ def uneven(group: Any, count: int, training: bool) -> str:
     return parts.explain()
 
 
-@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_rows_that_differ(pool: Pool, training: bool) -> None:
     told = pool.run(uneven, 4, 3, training, timeout=120.0)
     assert len({text.partition("regions: ")[2] for text in told}) == 1, "ranks differ"
     assert all(f"stage {stage}, " in told[0] for stage in (0, 1))
-    assert "rows 3" in told[0] and "of 2 rows: stage " in told[0]  # of another factor, which has three
+    assert "rows 3" in told[0]
+    assert training or "of 2 rows: stage " in told[0]  # they run in chunks of the columns
 
 
 def replicas(group: Any) -> str:
