@@ -51,6 +51,14 @@ def check_file(option: str, path: Path | None) -> None:
         raise InputError(f"{option} {path}: {why}; it takes the name of a file")
 
 
+def write_file(option: str, path: Path, text: str) -> None:
+    """InputError where there is no room or no right for it."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"{option} {path}: {error.strerror or error}") from error
+
+
 def check_processes(nproc: int, pp: int, dp: int, algorithm: str) -> None:
     """What all processes would refuse, said before they are started."""
     Mesh.fitting("auto", pp, dp, nproc, "--nproc")

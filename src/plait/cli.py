@@ -97,7 +97,7 @@ def plan(
 
     What is auto is chosen together; the front-runners stand side by side.
     """
-    from plait.asked import check_file
+    from plait.asked import check_file, write_file
     from plait.report import tables
 
     check_file("--save", save)
@@ -116,7 +116,7 @@ def plan(
         parts.append(tables.choice_table(made.choice))
     tables.show(*parts, *tables.predictions(made))
     if save is not None:
-        save.write_text(made.to_json())
+        write_file("--save", save, made.to_json())
 
 
 @app.command()
@@ -296,6 +296,7 @@ def calibrate(
     from plait.cluster import stored
     from plait.runtime import calibrate as machine
 
+    stored.make_room(stored.cache_folder())
     found = machine.measure(*(nproc or ()), say=_say, seconds=seconds)
     print(f"{found}\nkept in {stored.store(found)}")
 

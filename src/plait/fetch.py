@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.cluster.stored import cache_folder
+from plait.cluster.stored import cache_folder, keeping, make_room
 from plait.errors import InputError
 from plait.runtime.checkpoint import Checkpoint, Spec, write
 from plait.runtime.rebuild import parameters_on_meta
@@ -97,6 +97,7 @@ def converted(source: Path, say: Callable[[str], None]) -> Path:
     target = cache_folder() / f"{source.stem}-{_fingerprint(source)}"
     if (target / _MARK).is_file():
         return target
+    make_room(target)
     say(f"converting {source.name} once, into {target}")
     import transformers
 
@@ -108,10 +109,11 @@ def converted(source: Path, say: Callable[[str], None]) -> Path:
         model = _class(config).from_pretrained(place, dtype=dtype, **where)
     except (OSError, ValueError) as error:
         raise InputError(f"{source}: transformers does not load it: {error}") from error
-    _write(model, target)
-    with contextlib.suppress(OSError, ValueError, KeyError):  # not every model has one
-        transformers.AutoTokenizer.from_pretrained(place, **where).save_pretrained(target)
-    (target / _MARK).touch()
+    with keeping(target):
+        _write(model, target)
+        with contextlib.suppress(OSError, ValueError, KeyError):  # not every model has one
+            transformers.AutoTokenizer.from_pretrained(place, **where).save_pretrained(target)
+        (target / _MARK).touch()
     return target
 
 

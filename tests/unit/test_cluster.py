@@ -334,3 +334,24 @@ def test_what_was_measured_counts_unless_it_is_not_to(tmp_path, monkeypatch):
     assert stored.store(known) == tmp_path / "plait" / "calibration.json"
     assert Cluster.of(None) == known.cluster
     assert Cluster.of(None, measured=False) == presets.make("loopback")
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.raises(InputError, match=r"file/plait cannot be written: Not a directory; XDG_CACHE_HOME"):
+        stored.make_room(stored.cache_folder())
+    with pytest.raises(InputError, match="XDG_CACHE_HOME"):
+        stored.store(calibration("a host"))
+    assert stored.recall("2.13.0") is None
+
+
+def test_a_user_may_have_no_home(monkeypatch):
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert stored.cache_folder().is_absolute()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +82,14 @@ def test_imports_run_downward(path: Path) -> None:
         other = name.split(".")[1]
         assert other in level, f"{other} has no place in LEVELS"
         assert other == room or level[other] < level[room], f"{room} imports {name}"
+
+
+def test_what_few_need_is_imported_by_them() -> None:
+    """The tracer, sizes that are symbols, the solver: seconds, for a word of help or a mistake."""
+    late = ["torch._dynamo", "sympy", "scipy", "transformers", "torch.distributed.checkpoint"]
+    code = f"import plait, sys; print([m for m in {late} if m in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
 
 
 def _room(path: Path) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -18,6 +17,7 @@ from plait.capture.clean import same_sizes
 from plait.capture.written import SDPA, arguments, set_sdpa
 from plait.passes.fold import drop_unused, evaluate, spread
 from plait.program import Program
+from plait.rules.describe import value_of
 from plait.rules.facts import Pattern, pattern_of
 
 aten = torch.ops.aten
@@ -152,7 +152,7 @@ def _numbers(nodes: list[fx.Node], constants: dict[str, torch.Tensor]) -> Iterat
 def _size(size: Any, sizes: dict[Any, int]) -> int:
     if isinstance(size, int):
         return size
-    return int(size.node.expr.xreplace({s: sympy.Integer(v) for s, v in sizes.items()}))
+    return value_of(size.node.expr, sizes)
 
 
 def _at(

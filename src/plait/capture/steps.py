@@ -11,8 +11,6 @@ from plait.capture.call import Call
 from plait.capture.clean import clean
 from plait.capture.dropout import write_out_attention_dropout
 from plait.capture.dtypes import refuse_dtypes
-from plait.capture.export import export
-from plait.capture.lower import lower
 from plait.capture.masks import recognise_masks
 from plait.passes.fold import fold
 from plait.program import Program
@@ -32,6 +30,9 @@ def capture(
     `dynamic` names sizes that may differ from call to call: `{"input_ids": {0: "batch"}}`.
     `blocks=False` exports every block of the model instead of one of each kind: slower, the same.
     """
+    from plait.capture.export import export  # with sizes that are symbols: half a second of imports
+    from plait.capture.lower import lower
+
     call = Call.of(model, tuple(args), dict(kwargs or {}), dynamic)
     exported = export(model, call, training, blocks=blocks)
     clean(exported.program.graph, training)

@@ -8,14 +8,18 @@ Nothing but `detect` reads it, and it says so in the cluster's `source`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.cluster.topology import Cluster
 from plait.cluster.units import spell_rate, spell_seconds
+from plait.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,28 @@ class Calibration:
 
 def cache_folder() -> Path:
     """Where this user's caches are: what was measured here, and what was converted (fetch.py)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plait"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plait"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / f"plait-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def keeping(folder: Path) -> Iterator[None]:
+    """InputError where a folder of the cache cannot be made or written."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be written: {error.strerror or error}; XDG_CACHE_HOME names another place"
+        ) from error
+
+
+def make_room(folder: Path) -> None:
+    """Before work that takes long, and whose result is to be kept there."""
+    with keeping(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def path() -> Path:
@@ -78,10 +103,11 @@ def path() -> Path:
 def store(calibration: Calibration, where: Path | None = None) -> Path:
     """Keep it in place of an older one of the same machine."""
     where = where or path()
-    where.parent.mkdir(parents=True, exist_ok=True)
-    fresh = where.with_suffix(".new")
-    fresh.write_text(calibration.to_json())
-    fresh.replace(where)
+    with keeping(where.parent):
+        where.parent.mkdir(parents=True, exist_ok=True)
+        fresh = where.with_suffix(".new")
+        fresh.write_text(calibration.to_json())
+        fresh.replace(where)
     return where
 
 

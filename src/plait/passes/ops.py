@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from plait.rules.equation import Ranges
 from plait.rules.moves import take
@@ -149,6 +148,8 @@ def causal_attention(
     scale: float | None = None,
 ) -> Tensor:
     """Attention of queries that are the last of the keys: each sees those up to its own."""
+    from torch.nn.attention.bias import causal_lower_right  # which imports the tracer: seconds
+
     first = query.shape[-2] == key.shape[-2]
     mask = None if first else causal_lower_right(query.shape[-2], key.shape[-2])
     return torch.nn.functional.scaled_dot_product_attention(

@@ -115,13 +115,16 @@ class Staged:
     recompute: str = "off"
     segments: tuple[str, ...] = ()  # of what runs again: the first operators of all but the first
     overlaps: tuple[tuple[Overlapped, ...], ...] = ()  # as the plan's own, of further sizes
+    modules: tuple[str, ...] = ()  # of the user's, that `firsts` are in
 
     @property
     def borders(self) -> Borders:
         return Borders(self.firsts, frozenset(self.light))
 
     def __str__(self) -> str:
-        cuts = f", cut before {', '.join(self.firsts)}" if self.firsts else ""
+        within = dict(zip(self.firsts, self.modules, strict=False))
+        places = [f"{name} in {m}" if (m := within.get(name)) else name for name in self.firsts]
+        cuts = f", cut before {', '.join(places)}" if places else ""
         again = f", run again in {len(self.segments) + 1} segments" if self.recompute != "off" else ""
         count = len(self.rows) or 1
         return f"{self.schedule} with {count} micro-batch{'es' * (count > 1)}{cuts}{again}"

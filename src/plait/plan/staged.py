@@ -29,7 +29,7 @@ from plait.plan.recompute import recomputed
 from plait.plan.stages import Cuts, Line
 from plait.plan.ways import divided, played
 from plait.plan.work import Work
-from plait.program import Program
+from plait.program import Program, module_path
 from plait.rules.aten import table
 from plait.rules.describe import Description, describe
 
@@ -105,11 +105,13 @@ def _plan(
     cuts = _cut(line, work, _placed(wish, options, best), best, program.training, homes)
     layouts = {s.weight.node: s.cut for s in _shares(planned)}
     rest = [planner.make(p, options, layouts) for p in others]
+    firsts = tuple(line.items[b].name for b in cuts.bounds[1:-1])
+    modules = {node.name: module_path(node) for node in first.graph.nodes}
     staged = Staged(
         program=program_digest(program),
         rows=tuple(map(batch.rows, range(batch.pieces))) if batch is not None else (),
         factor=batch.split.name if batch is not None else "",
-        firsts=tuple(line.items[b].name for b in cuts.bounds[1:-1]),
+        firsts=firsts,
         light=work.light,
         schedule=name,
         seconds=cuts.seconds,
@@ -120,6 +122,7 @@ def _plan(
         memory=cuts.memory,
         recompute=best.recompute,
         segments=tuple(line.items[p].name for p in line.again.starts) if line.again else (),
+        modules=tuple(modules.get(name, "") for name in firsts),
     )
     ends = best.parts["gradients"] + best.parts["outputs"]
     held = overlaps.held(wanted, options.cluster.device, best.recompute) if options.tp > 1 else ()

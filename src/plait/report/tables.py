@@ -131,7 +131,8 @@ def predictions(plan: Plan) -> Iterator[str]:
     yield f"predicted {duration(plan.seconds)} a call on {plan.cluster}"
     yield f"one device {duration(plan.seconds_alone)}"
     spent = sum(p.seconds for p in plan.collectives)
-    yield f"in collectives {duration(spent)} of it"
+    hidden = any(o.form != "whole" for o in plan.overlaps)
+    yield f"collectives {duration(spent)}, " + ("if none of it were hidden" if hidden else "which is part of it")
     if plan.measured is not None:
         yield str(plan.measured)
     if plan.chosen:

@@ -14,17 +14,19 @@ of every letter of its equation. From it `strategies` (plan/strategies.py) reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 
 from plait.program import Program
 from plait.rules.equation import ONE, SYMBOLIC, Algebra, Conflict, Dims, Factor, atoms_and_parts
 from plait.rules.split import Split
+
+if TYPE_CHECKING:
+    import sympy  # half a second, and only sizes that are symbols need it
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,14 @@ class Describer:
         if isinstance(s, int):
             return s
         expr = s.node.expr
+        from sympy import nextprime
+
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in self._primes:
                 start = max(self._primes.values(), default=SYMBOLIC)
-                self._primes[symbol] = int(sympy.nextprime(start + 2**20))
+                self._primes[symbol] = int(nextprime(start + 2**20))
                 self._hints[self._primes[symbol]] = _example(s, symbol)
-        size = int(expr.xreplace({k: sympy.Integer(v) for k, v in self._primes.items()}))
+        size = value_of(expr, self._primes)
         self._hints.setdefault(size, _example(s, expr))
         return size
 
@@ -234,7 +238,14 @@ def _example(s: Any, expr: sympy.Expr) -> int:
     """The value of an expression over sizes in the example call."""
     env = s.node.shape_env
     values = getattr(env, "backed_var_to_val", None) or env.var_to_val  # torch 2.13, 2.11
-    return int(expr.xreplace({k: sympy.Integer(int(v)) for k, v in values.items()}))
+    return value_of(expr, values)
+
+
+def value_of(expr: sympy.Expr, values: Mapping[Any, Any]) -> int:
+    """An expression over sizes, where each has its value."""
+    from sympy import Integer
+
+    return int(expr.xreplace({k: Integer(int(v)) for k, v in values.items()}))
 
 
 def bind(node: fx.Node) -> dict[str, Any]:

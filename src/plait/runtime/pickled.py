@@ -8,9 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from plait.runtime.checkpoint import Part, Spec, take
 
@@ -28,6 +25,10 @@ class Pickled:
     """
 
     def __init__(self, folder: str | os.PathLike[str], prefix: str = "") -> None:
+        # Half a second of imports.
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         self._folder, self._prefix = Path(folder), prefix
         found = FileSystemReader(folder).read_metadata().state_dict_metadata
         self.specs: Mapping[str, Spec] = {
@@ -40,6 +41,8 @@ class Pickled:
         return str(self._folder)
 
     def read(self, name: str, part: Part | None = None) -> Tensor:
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         spec = self.specs[name]
         whole = torch.empty(spec.shape, dtype=spec.dtype)
         load({self._prefix + name: whole}, checkpoint_id=self._folder, no_dist=True)
