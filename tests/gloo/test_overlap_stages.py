@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
+from plait.passes.overlap.flow import Flow
 from plait.passes.schedule import SCHEDULES
 from plait.runtime.actions import Run
-from plait.runtime.streams import Beside
+from plait.runtime.streams import Beside, _Awaited
 from tests import zoo
 from tests.cases import CASES, Case, Mesh
 from tests.compare import demand, differences, digest, gradients
@@ -114,43 +116,82 @@ def test_replicas(pool: Pool) -> None:
     assert "overlapped with " in pool.run(replicas, 4, timeout=120.0)[0]
 
 
+class Matmuls(TorchDispatchMode):
+    """Notes every product of two matrices."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.lines.append("matmul")
+        return func(*args, **(kwargs or {}))
+
+
 def log(group: Any, schedule: str) -> list[str]:
-    """What this rank starts on its group, action by action, in a step."""
+    """What this rank starts, awaits and multiplies, action by action, in a step."""
     _, x, parts = deep(group, 4, micro_batches=2, overlap=2, schedule=schedule)
     lines: list[str] = []
-    before = (Beside.start, Run._do)
+    before = (Beside.start, _Awaited.wait, Run._do)
 
     def start(self: Any, step: Any, *rest: Any) -> Any:
-        if step.collective is not None:
-            lines.append(f"start {step}")
+        lines.append(f"start {step}" if step.collective is not None else "within the rank")
         return before[0](self, step, *rest)
 
-    def do(self: Any, action: Any, posted: Any) -> None:
-        lines.append(str(action))
-        before[1](self, action, posted)
-        assert self.stages.transport.open == 0
+    def wait(self: Any) -> Any:
+        lines.append("wait")
+        return before[1](self)
 
-    Beside.start, Run._do = start, do  # type: ignore[method-assign]
+    def do(self: Any, action: Any, posted: Any) -> None:
+        lines.append(f"action {action}")
+        with Matmuls(lines):
+            before[2](self, action, posted)
+
+    Beside.start, _Awaited.wait, Run._do = start, wait, do  # type: ignore[method-assign]
     try:
         parts.step(x, loss_fn=lambda out: out.square().sum())
     finally:
-        Beside.start, Run._do = before  # type: ignore[method-assign]
+        Beside.start, _Awaited.wait, Run._do = before  # type: ignore[method-assign]
     return lines
 
 
 @pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.full)])
 def test_the_order_on_a_group_is_that_of_its_actions(pool: Pool, schedule: str) -> None:
-    """The same on both ranks, and nothing is on its way between two actions, forward or back."""
+    """The same on both ranks. No move is on its way between two actions; within them matmuls run beside moves,
+    forward and back."""
     ranks = pool.run(log, 4, schedule, timeout=120.0)
     assert ranks[0] == ranks[1] and ranks[2] == ranks[3] and ranks[0] != ranks[2]
     for lines in (ranks[0], ranks[2]):
-        starts = dict.fromkeys("FI" if schedule == "zero-bubble" else "FB", 0)
-        kind = ""
+        beside = dict.fromkeys("FI" if schedule == "zero-bubble" else "FB", 0)
+        kind, underway = "", 0
         for line in lines:
-            kind = kind if line.startswith("start") else line.lstrip("0123456789")[0]
-            if line.startswith("start"):
-                starts[kind] += 1
-        assert all(count >= 4 for count in starts.values()), starts
+            if line.startswith("action"):
+                assert underway == 0, f"{underway} moves are on their way at {line}"
+                kind = line.split()[1].lstrip("0123456789")[0]
+            underway += {"start": 1, "wait": -1}.get(line.split()[0], 0)
+            beside[kind] = beside.get(kind, 0) + (line == "matmul" and underway > 0)
+        assert underway == 0
+        assert all(beside[k] >= 2 for k in beside if k != "W"), beside
+
+
+def astray(group: Any) -> None:
+    """As if regions knew no borders: the whole of this model would be one."""
+    layers = [nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(4)]
+    borders = Flow.stages
+    Flow.stages = property(lambda flow: dict.fromkeys(flow.program.graph.nodes, 0))  # type: ignore[assignment, misc]
+    try:
+        plait.compile(
+            nn.Sequential(*layers), (torch.randn(4, 8),), group=group, tp=2, pp=2, micro_batches=1, overlap=2,
+            cluster=prove.free(4), measure=False,
+        )  # fmt: skip
+    finally:
+        Flow.stages = borders  # type: ignore[method-assign]
+
+
+def test_a_stage_that_would_leave_a_move_open_is_refused_on_every_rank(pool: Pool) -> None:
+    for failure in pool.errors(astray, 4):
+        assert "ScheduleError" in failure.kind and "is left open at the end" in failure.message
 
 
 def many(group: Any, count: int) -> set[str]:

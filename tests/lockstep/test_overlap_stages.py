@@ -249,3 +249,15 @@ def test_what_runs_without_is_said(options: dict[str, object], why: str) -> None
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     plan = plait.plan(model, (torch.empty(8, 64),), tp=2, pp=2, overlap=2, **options)  # type: ignore[arg-type]
     assert f"overlap: off instead of 2: {why}" in plan.notes and not plan.overlaps
+
+
+def test_chunks_that_are_asked_for_leave_the_mesh_to_the_choice() -> None:
+    """But on CUDA devices, whose stages run without."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+
+    def meshes(cluster: str) -> set[int]:
+        plan = plait.plan(model, (torch.empty(8, 64),), cluster=cluster, overlap=2)
+        assert plan.choice is not None
+        return {c.pp for c in plan.choice.front}
+
+    assert len(meshes("loopback[4]")) > 1 and meshes("dgx-h100[4]") == {1}
