@@ -282,6 +282,9 @@ def unmeasured(group: Any, what: str) -> str:
         model, machine = nn.Sequential(Block(), Block()).eval(), Cluster.of("dgx-h100[2]")
     if what == "does not run":
         model, x = Looks(), torch.full((ROWS,), 8)
+    more = {"micro_batches": 2} if what == "in stages" else {}
+    if what == "in stages":
+        model = nn.Sequential(Block(), Block()).eval()
     if what == "without values":
         x = x.to("meta")
     limits = {"short": ("SHORT", 1e9), "long": ("LONG", 1e-9)}
@@ -290,7 +293,7 @@ def unmeasured(group: Any, what: str) -> str:
         setattr(contest, name, value)
     try:
         with clock(Wall if what == "does not run" else refuses):
-            compiled = plait.compile(model, (x,), group=group, tp=2, cluster=machine)
+            compiled = plait.compile(model, (x,), group=group, tp=2, cluster=machine, **more)
     finally:
         for name, value in before.items():
             setattr(contest, name, value)
@@ -304,6 +307,7 @@ def unmeasured(group: Any, what: str) -> str:
 
 
 UNMEASURED = {
+    "in stages": "it runs in stages or micro-batches",
     "elsewhere": "the plan is for cuda devices, and these ranks have cpu",
     "without values": "args[0]: on the meta device, and without values",
     "does not run": "the example inputs do not run: IndexError: index 8 is out of bounds",

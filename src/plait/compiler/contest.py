@@ -49,7 +49,7 @@ class Contest:
     @classmethod
     def of(cls, job: Job, program: Program) -> Contest:
         first = job.build(program)
-        asked = job.measure and job.saved is None and job.staging is None and job.options.overlap == "auto"
+        asked = job.measure and job.saved is None and job.options.overlap == "auto"
         if not asked or not rival.overlapped(first.planned.plan):
             return cls(job, first)
         reason = next((why for rule in REASONS if (why := rule(job, first))), "")
@@ -167,6 +167,10 @@ def _apart(device: torch.device) -> Iterator[None]:
 # -- why nothing is measured ------------------------------------------------------------------------
 
 
+def _staged(job: Job, first: Any) -> str:
+    return "it runs in stages or micro-batches, and one program is what is timed" if job.staging is not None else ""
+
+
 def _elsewhere(job: Job, first: Executable) -> str:
     kind, here = job.options.cluster.device.kind, job.device.type
     return f"the plan is for {kind} devices, and these ranks have {here}" if kind != here else ""
@@ -186,4 +190,4 @@ def _length(job: Job, first: Executable) -> str:
     return f"a call is predicted to take {seconds:.0f} s" if seconds > LONG else ""
 
 
-REASONS = (_elsewhere, _without_values, _length)
+REASONS = (_staged, _elsewhere, _without_values, _length)
