@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from tests.gloo.harness import Pool
 from tests.summary import Summary
+
+os.environ["PLAIT_PLAN_CACHE"] = ""  # of every worker, too: a test plans what it says, not what another has planned
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from plait.cluster import Cluster
 from plait.compiler.chosen import choose
 from plait.compiler.contest import Contest
 from plait.compiler.job import Job
+from plait.compiler.recall import Recall
 from plait.compiler.source import Source, device_of
 from plait.errors import InputError
 from plait.mesh import Mesh
@@ -81,6 +82,8 @@ def compile(
         meshes, machine, options, micro_batches, joint.allowed(schedule, machine.device),
         recompute=joint.recompute(recompute), outputs=outputs,
     )  # fmt: skip
+    recall = Recall.of(program, ask, measure, agreement)
+    plan = recall.plan(plan)
     chosen = choose(program, ask, agreement, plan)
     seat = Seat.of(chosen.seats, group, agreement, where)
     pieces, alone = chosen.micro_batches(micro_batches), chosen.alone(training)
@@ -90,6 +93,7 @@ def compile(
     check_sites(algorithm, contest.first.planned.plan)
     holdings = job.load(program, contest.first, weights, contest.runs)
     first = contest.winner(holdings)
+    recall.keep(first.planned.plan)
     agreement.divide(seat.seats.replicas())
     return Compiled(first, holdings, agreement, job.again(first), follower)
 

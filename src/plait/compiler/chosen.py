@@ -52,7 +52,7 @@ def choose(program: Program, ask: joint.Ask, agreement: Agreement, saved: Plan |
                 + ", ".join(map(str, ask.meshes))
             )
         kept = saved.staged.recompute if saved.staged is not None else "off"
-        return Chosen(mesh, pieces=saved.micro_batches, recompute=kept)
+        return Chosen(mesh, saved.choice, saved.micro_batches, kept)
     if len(ask.meshes) == 1 and not (program.training and ask.meshes[0].pp == 1):
         return Chosen(ask.meshes[0])
     agreement.same("compile", [f"program {program_digest(program)}"])

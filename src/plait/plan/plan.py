@@ -283,7 +283,7 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)
+        return json.dumps({"version": VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
