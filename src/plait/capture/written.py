@@ -8,6 +8,7 @@
     what torch composes of others     these, where there is no equation for the whole
     x[mask] = one value               where(mask, value, x)
     a region under no_grad            its operators, then detach (training only)
+    detached, then changed in place   a clone of it                       detached.py
 
 `prepare` rewrites the graph as exported, before the functional form is made from it: the new nodes
 need no values of their own. `decompositions` is for `run_decompositions`.
@@ -22,6 +23,7 @@ import torch
 from torch import fx
 
 from plait.capture import losses
+from plait.capture.detached import keep_apart
 from plait.rules.aten import table
 
 aten = torch.ops.aten
@@ -40,6 +42,8 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
                 _count_labels(graph_module.graph, node)
             elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and training:
                 _no_grad_region(graph_module, node)
+        if training:
+            keep_apart(graph_module.graph)
         graph_module.recompile()
 
 
