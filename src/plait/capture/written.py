@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import get_decompositions
 
 from plait.capture import losses
 from plait.capture.detached import keep_apart
@@ -50,6 +51,7 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
 def decompositions() -> dict[Any, Callable[..., Any]]:
     return {
         **_composed(),
+        **get_decompositions(MOVES),
         aten.rms_norm.default: rms_norm,
         aten.index_put.default: masked_put,
         **losses.decompositions(),
@@ -71,6 +73,9 @@ def _composed() -> dict[Any, Callable[..., Any]]:
         and op._schema.name not in UNROLLED
     }
 
+
+# Moves that torch writes as views, permutes and flips.
+MOVES = (aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.rot90, aten.block_diag)
 
 # A loop over all steps in C++ would be an operator each.
 UNROLLED = {f"aten::{cell}" for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu")}

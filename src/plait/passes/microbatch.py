@@ -7,6 +7,7 @@ every operator can take its operands as they come:
 
     parallel            the rows of this piece
     sum, then linear    this piece's term (a loss: the pieces are added up, a mean is weighted by rows)
+    sum, then affine    what is added counts in every piece for its share of the rows (1 - similarity)
     inputs only         computed from the whole input in every piece (the count of valid labels)
     anything else       the batch is not cut; `Uncut` says which operator forbids it
 """
@@ -26,7 +27,7 @@ from plait.passes.expand import is_random
 from plait.passes.partition import Emitter
 from plait.program import Input, Program, module_path
 from plait.rules.aten import table
-from plait.rules.describe import Access, Description, describe
+from plait.rules.describe import Access, Description, bind, describe, rebind
 from plait.rules.equation import Dims, Factor, atoms
 from plait.rules.layout import COPIED, PARTIAL, WHOLE, Layout, Strategy, shard, split_strategy
 from plait.rules.moves import Cut, take
@@ -179,7 +180,7 @@ def _lay(node: fx.Node, access: Access, batch: Batch, ahead: set[fx.Node]) -> st
     if from_inputs:
         ahead.add(node)
     have = [batch.layouts.get(s, WHOLE) for s in sources]
-    strategy = _strategy(access, split, have)
+    strategy = _strategy(node, access, split, have)
     terms = strategy is not None and PARTIAL in strategy.results
     if (strategy is None or terms) and from_inputs and access.operands:
         whole = (WHOLE,) * len(access.operands)
@@ -199,10 +200,10 @@ def _shared(values: Iterable[Dims], split: Split) -> bool:
     return any(not split.disjoint(f) for dims in values for f in dims if split.touches(f))
 
 
-def _strategy(access: Access, split: Split, have: Sequence[Layout]) -> Strategy | None:
+def _strategy(node: fx.Node, access: Access, split: Split, have: Sequence[Layout]) -> Strategy | None:
     partial = [i for i, layout in enumerate(have) if layout == PARTIAL]
     if partial:
-        return _linear(access, partial, have, split)
+        return _linear(node, access, partial, have, split)
     if not any(split.touches(x.factor) for x in access.letters):
         if any(layout.kind == "shard" for layout in have):
             return None
@@ -222,18 +223,31 @@ def _strategy(access: Access, split: Split, have: Sequence[Layout]) -> Strategy 
 
 
 def _linear(
-    access: Access, partial: list[int], have: Sequence[Layout], split: Split
+    node: fx.Node, access: Access, partial: list[int], have: Sequence[Layout], split: Split
 ) -> Strategy | None:
-    """Terms of a sum go through what is linear in them."""
+    """Terms of a sum go through what is linear in them, and through what adds something to them."""
     others = [i for i in range(len(have)) if i not in partial]
     if any(have[i].kind == "shard" for i in others) or _touched(access, split):
         return None
+    if any(o.added for o in access.operands):
+        return None
+    results = (PARTIAL,) * len(access.results)
     for group in access.carries:
-        added = [i for i, o in enumerate(access.operands) if o.added]
-        if set(partial) == set(group) and not added:
-            operands = tuple(PARTIAL if i in partial else COPIED for i in range(len(have)))
-            return Strategy("carry", operands, (PARTIAL,) * len(access.results))
+        if set(partial) == set(group):
+            return Strategy("carry", tuple(PARTIAL if i in partial else COPIED for i in range(len(have))), results)
+    adds = any(set(partial) < set(group) for group in access.carries)
+    if adds or (not others and _adds_number(node)):
+        return Strategy(AFFINE, tuple(PARTIAL if i in partial else WHOLE for i in range(len(have))), results)
     return None
+
+
+def _adds_number(node: fx.Node) -> bool:
+    number = bind(node).get("other") if node.target in ADDS else None
+    return isinstance(number, (int, float)) and bool(node.meta["val"].is_floating_point())
+
+
+AFFINE = "affine"
+ADDS = (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar)
 
 
 def _touched(access: Access, split: Split) -> bool:
@@ -270,7 +284,7 @@ def piece(
     Its inputs are the rows of the piece; an input that is also needed whole comes once more, as
     `name__whole`. `like`: a piece of as many rows, whose values have these sizes too.
     """
-    emitter = _Piece(program, d, batch.strategies, program.differentiable(), k)
+    emitter = _Piece(program, d, batch.strategies, program.differentiable(), k, batch=batch.split)
     local = emitter.run()
     assert not local.sites and not local.seeded, "a piece needs nothing from the others"
     wholes = emitter.whole_copies()
@@ -295,6 +309,7 @@ def piece(
 class _Piece(Emitter):
     """Partition in time: the pieces never talk to each other."""
 
+    batch: Split = field(kw_only=True)
     _wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def whole_copies(self) -> list[fx.Node]:
@@ -325,11 +340,25 @@ class _Piece(Emitter):
             access = self.description.accesses[node]
             xs = [self.value(o.node, WHOLE, o.dims) for o in access.operands]
             self._set(node, self.copy(node, xs), self.strategies[node].results[0])
+        elif node in self.strategies and self.strategies[node].label == AFFINE:
+            self._set(node, self._affine(node), PARTIAL)
         else:
             super()._call(node)
         while before.next.op != "root":
             before = before.next
             before.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+
+    def _affine(self, node: fx.Node) -> fx.Node:
+        """What is added to a sum over the batch, by this piece's share of the rows."""
+        lo, hi = self.batch.bounds[self.rank : self.rank + 2]
+        share, access = (hi - lo) / self.batch.bounds[-1], self.description.accesses[node]
+        xs = [self.value(o.node, WHOLE, o.dims) for o in access.operands]
+        layouts = self.strategies[node].operands
+        xs = [x if a == PARTIAL else self.call(aten.mul.Tensor, x, share) for x, a in zip(xs, layouts, strict=True)]
+        new = self.copy(node, xs)
+        if len(xs) == 1:
+            new.args, new.kwargs = rebind(new, other=bind(new)["other"] * share)
+        return new
 
     def value(self, node: fx.Node, need: Layout, dims: Dims) -> fx.Node:
         if node.op == "get_attr":

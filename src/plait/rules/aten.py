@@ -16,15 +16,17 @@ from plait.rules import views
 from plait.rules.describe import Access, Describer, Letter, Rule, bind, rebind, resize
 from plait.rules.equation import Factor, product
 from plait.rules.facts import Pattern
+from plait.rules.lookups import embedding, gather, index, index_put, index_select, scatter
 from plait.rules.own import SLOPED
 from plait.rules.rule import Binder, Elementwise, Equation, is_tensor, outputs
 from plait.rules.split import Split
+from plait.rules.windows import convolution, patches, windows
 
 aten = torch.ops.aten
 
 
-def reduction(kind: str) -> Rule:
-    """sum, mean, amax, ...: `* r -> *`; kind "sum" passes partial sums, others do not."""
+def reduction(kind: str, linear: bool = False) -> Rule:
+    """sum, mean, amax, ...: `* r -> *`; what is linear passes partial sums, others do not."""
 
     def rule(d: Describer, node: fx.Node) -> Access:
         bound = bind(node)
@@ -46,7 +48,7 @@ def reduction(kind: str) -> Rule:
             if f.size > 1:
                 letters.append(Letter(f, kind if i in gone else "parallel"))
         results = (tuple(result),) * max(1, outputs(node))
-        carries = ((0,),) if kind == "sum" else ()
+        carries = ((0,),) if linear else ()
         return Access((operand,), results, tuple(letters), carries)
 
     return rule
@@ -237,124 +239,6 @@ def weight_norm(d: Describer, node: fx.Node) -> Access:
     return Access((v, g), (result,), letters)
 
 
-def embedding(d: Describer, node: fx.Node) -> Access:
-    """`v d, * -> * d`, v selected; all but d whole where gradients are scaled by how often a row is read."""
-    access = _embedding(d, node)
-    if not bind(node).get("scale_grad_by_freq"):
-        return access
-    width = access.operands[0].dims[1]
-    counted = "its reads are counted"
-    letters = (x if x.factor is width else Letter(x.factor, "whole", counted) for x in access.letters)
-    return replace(access, letters=tuple(letters))
-
-
-_embedding = Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")
-
-
-def index(d: Describer, node: fx.Node) -> Access:
-    """Rows picked by one integer tensor, or by several that broadcast: indexed dims are whole."""
-    bound = bind(node)
-    operand = d.operand(bound["self"])
-    picks = list(bound["indices"]) + [None] * (len(operand.dims) - len(bound["indices"]))
-    at = [i for i, p in enumerate(picks) if p is not None]
-    indices = [d.operand(p) for p in picks if p is not None]
-    if any(p.node.meta["val"].dtype in (torch.bool, torch.uint8) for p in indices):
-        return d.whole(node, "a boolean index: how many rows depends on values")
-    binder = Binder(d, node)
-    sizes = d.sizes(node)
-    width = max(len(p.dims) for p in indices)
-    names = [f"i{i}" for i in reversed(range(width))]
-    for p in indices:
-        binder.bind(names[width - len(p.dims) :], p.dims)
-    kept = [f"x{i}" for i in range(len(picks)) if picks[i] is None]
-    binder.bind(kept, tuple(f for i, f in enumerate(operand.dims) if picks[i] is None))
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    before = [f"x{i}" for i in range(at[0]) if picks[i] is None] if adjacent else []
-    result = binder.result([*before, *names, *kept[len(before) :]], sizes)
-    indexed = [operand.dims[i] for i in at]
-    letters = (*binder.letters({}), *(Letter(f, "whole", "indexed by value") for f in indexed))
-    return Access((operand, *indices), (result,), letters, ((0,),))
-
-
-def gather(d: Describer, node: fx.Node) -> Access:
-    """`t e, t k -> t k`: the gathered dim whole, the others parallel where the sizes agree."""
-    bound = bind(node)
-    x, ids = d.operand(bound["self"]), d.operand(bound["index"])
-    dim = bound["dim"] % max(1, len(x.dims))
-    binder = Binder(d, node)
-    names = [f"d{i}" for i in range(len(x.dims))]
-    loose: list[Letter] = []
-    for i, name in enumerate(names):
-        if i != dim and x.dims[i].size == ids.dims[i].size:
-            binder.bind([name], (x.dims[i],))
-        else:
-            loose.append(Letter(x.dims[i], "whole", "gathered by value"))
-    binder.bind(names, ids.dims)
-    result = binder.result(names, d.sizes(node))
-    gathered = {names[i]: "parallel" for i in range(len(names))}
-    return Access((x, ids), (result,), (*binder.letters(gathered), *loose), ((0,),))
-
-
-def index_select(d: Describer, node: fx.Node) -> Access:
-    bound = bind(node)
-    x, ids = d.operand(bound["self"]), d.operand(bound["index"])
-    dim = bound["dim"] % max(1, len(x.dims))
-    result = (*x.dims[:dim], *(ids.dims or d.fresh_dims(node)[dim : dim + 1]), *x.dims[dim + 1 :])
-    letters = [Letter(f, "parallel") for i, f in enumerate(x.dims) if i != dim]
-    letters += [Letter(f, "parallel") for f in ids.dims]
-    letters.append(Letter(x.dims[dim], "whole", "indexed by value"))
-    return Access((x, ids), (result,), tuple(letters), ((0,),))
-
-
-def convolution(d: Describer, node: fx.Node) -> Access:
-    """`b c l, o c w, o -> b o l'`: o parallel, c summed; depthwise: c parallel; l and w whole."""
-    bound = bind(node)
-    x, weight = d.operand(bound["input"]), d.operand(bound["weight"])
-    groups = bound["groups"]
-    spatial = len(weight.dims) - 2
-    if bound.get("transposed") or len(x.dims) != spatial + 2:
-        return d.whole(node, "a transposed or unbatched convolution")
-    depthwise = groups > 1 and groups == x.dims[1].size and weight.dims[0].size == groups
-    if groups > 1 and not depthwise:
-        return d.whole(node, f"a convolution of {groups} groups")
-    binder = Binder(d, node)
-    lengths = [f"l{i}" for i in range(spatial)]
-    windows = [f"w{i}" for i in range(spatial)]
-    binder.bind(["b", "c", *lengths], x.dims)
-    binder.bind(["c" if depthwise else "o", "one" if depthwise else "c", *windows], weight.dims)
-    operands = [x, weight]
-    if is_tensor(bound.get("bias")):
-        operands.append(d.operand(bound["bias"], added=not depthwise))
-        binder.bind(["c" if depthwise else "o"], operands[-1].dims)
-    out = binder.result(
-        ["b", "c" if depthwise else "o", *[f"m{i}" for i in range(spatial)]], d.sizes(node)
-    )
-    properties = dict.fromkeys([*lengths, *windows], "whole")
-    properties["c"] = "parallel" if depthwise else "sum"
-    letters = binder.letters(properties)
-
-    def local(node: fx.Node, split: Split, rank: int) -> Any:
-        return rebind(node, groups=split.size(out[1], rank)) if depthwise else rebind(node)
-
-    return Access(tuple(operands), (out,), letters, () if depthwise else ((0,),), local)
-
-
-def windows(spatial: int) -> Rule:
-    """Pooling, resizing: `* l -> * m`, the last `spatial` dims whole and new, the others parallel."""
-
-    def rule(d: Describer, node: fx.Node) -> Access:
-        operand = d.operand(node.all_input_nodes[0])
-        lead = len(operand.dims) - spatial
-        results = tuple(
-            (*operand.dims[:lead], *d.fresh_dims(node, i)[lead:]) for i in range(outputs(node))
-        )
-        letters = [Letter(f, "parallel") for f in operand.dims[:lead] if f.size > 1]
-        for dims in (operand.dims, *results):
-            letters += [Letter(f, "whole", "windows span it") for f in dims[lead:]]
-        return Access((operand,), results, tuple(letters))
-
-    rule.__doc__ = f"`* {spatial}l -> * {spatial}m`: windows of the last {spatial}, which are whole and new"
-    return rule
 
 
 def batch_norm(d: Describer, node: fx.Node) -> Access:
@@ -482,30 +366,38 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("linear",               Equation("input[* i] weight[o i] bias[o] -> [* o]", sum="i", added="bias", carry="input")),
     ("mm bmm matmul mv dot", matmul),
     ("addmm.default",        added_matmul("t o", "mat1[t i] mat2[i o]")),
+    ("_cdist_forward.default", Equation("x1[* m d] x2[* n d] -> [* m n]", whole="d")),
     ("baddbmm.default",      added_matmul("b m n", "batch1[b m i] batch2[b i n]")),
     ("convolution conv1d.default conv2d.default conv3d.default", convolution),
-    ("max_pool1d.default avg_pool1d.default adaptive_avg_pool1d.default", windows(1)),
-    ("max_pool2d.default max_pool2d_with_indices.default avg_pool2d.default adaptive_avg_pool2d.default upsample_nearest2d.vec upsample_bilinear2d.vec upsample_bicubic2d.vec", windows(2)),
+    ("max_pool1d.default avg_pool1d.default adaptive_avg_pool1d.default adaptive_max_pool1d.default upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d.default replication_pad1d.default", windows(1)),
+    ("max_pool2d.default max_pool2d_with_indices.default avg_pool2d.default adaptive_avg_pool2d.default _adaptive_avg_pool2d.default adaptive_max_pool2d.default upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d reflection_pad2d.default replication_pad2d.default", windows(2)),
+    ("max_pool3d.default max_pool3d_with_indices.default avg_pool3d.default adaptive_avg_pool3d.default _adaptive_avg_pool3d.default adaptive_max_pool3d.default upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d reflection_pad3d.default replication_pad3d.default", windows(3)),
+    ("im2col.default col2im.default", patches),
+    ("grid_sampler_2d.default", Equation("input[b c h w] grid[b i j t] -> [b c i j]", whole="h w t")),
     # lookups
     ("embedding.default",    embedding),
-    ("index.Tensor",         index),
+    ("index.Tensor _unsafe_index.Tensor", index),
     ("index_select.default", index_select),
     ("gather.default",       gather),
+    ("scatter.src scatter.value scatter.reduce scatter_add.default scatter_reduce.two index_add.default index_copy.default index_fill.int_Scalar", scatter),
+    ("index_put.default _unsafe_index_put.default", index_put),
+    ("bucketize.Tensor",     Equation("self[*] boundaries[n] -> [*]", whole="n")),
     ("one_hot.default",      one_hot),
     # attention, norms, losses
     ("scaled_dot_product_attention.default", attention),
     ("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("dim", -1, "stat")),
     ("layer_norm.default",   layer_norm),
     ("group_norm.default",   group_norm),
-    ("_native_batch_norm_legit_no_training.default _native_batch_norm_legit_functional.default", batch_norm),
+    ("_native_batch_norm_legit_no_training.default _native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats", batch_norm),
     ("cross_entropy_loss.default", cross_entropy),
     ("_weight_norm.default", weight_norm),
     # reductions
-    ("sum.default sum.dim_IntList", reduction("sum")),
-    ("mean.default mean.dim", reduction("sum")),
+    ("sum.default sum.dim_IntList", reduction("sum", linear=True)),
+    ("mean.default mean.dim", reduction("sum", linear=True)),
+    ("nansum.default",       reduction("sum")),
     ("amax.default max.default", reduction("max")),
     ("amin.default min.default", reduction("min")),
-    ("max.dim min.dim var.dim var.correction std.correction prod.dim_int any.dim all.dim logsumexp.default linalg_vector_norm.default norm.ScalarOpt_dim any.default all.default prod.default", reduction("whole")),
+    ("max.dim min.dim var.dim var.correction std.correction prod.dim_int any.dim all.dim logsumexp.default linalg_vector_norm.default norm.ScalarOpt_dim any.default all.default prod.default kthvalue.default median nanmedian mode.default aminmax.default var_mean.correction std_mean.correction count_nonzero", reduction("whole")),
     ("argmax.default argmin.default", argmax),
     ("topk.default sort.default sort.stable argsort.default", along("dim", -1, "whole")),
     ("cumsum.default cumprod.default logcumsumexp.default cummax.default cummin.default", along("dim", -1, "whole")),
@@ -528,6 +420,8 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("flip.default",         views.along(lambda b: b["dims"], "reversed")),
     ("roll.default",         views.along(lambda b: b["dims"] or range(99), "rolled")),
     ("tril.default triu.default", triangle),
+    ("diagonal.default",     views.diagonal),
+    ("diag_embed.default",   views.diag_embed),
     ("alias.default",        views.alias),
     ("clone.default contiguous.default detach.default lift_fresh_copy.default", views.same),
     ("zeros_like.default ones_like.default full_like.default empty_like.default", views.full_like),

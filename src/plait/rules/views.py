@@ -374,10 +374,9 @@ def stack(d: Describer, node: fx.Node) -> Access:
 
 
 def constant_pad(d: Describer, node: fx.Node) -> Access:
-    """Padded dims are whole and come out new; padding with zeros keeps a partial sum partial."""
+    """Padded dims are whole and come out new; padded with zeros or its own rows, a partial sum is one."""
     bound = bind(node)
-    if bound.get("mode", "constant") != "constant":
-        return d.whole(node, "padded with rows of its own")
+    own = bound.get("mode", "constant") != "constant"
     dims, pad = source(d, node), bound["pad"]
     sizes = d.sizes(node)
     touched = {len(dims) - 1 - i // 2 for i, p in enumerate(pad) if not _zero(p)}
@@ -388,7 +387,7 @@ def constant_pad(d: Describer, node: fx.Node) -> Access:
     for i in touched:
         letters += [Letter(f, "whole", "padded") for f in (dims[i], result[i])]
     access = moved(d, node, result, letters=letters)
-    if bound.get("value") not in (0, 0.0, None):
+    if not own and bound.get("value") not in (0, 0.0, None):
         return Access(access.operands, access.results, access.letters)
     return access
 
@@ -412,6 +411,31 @@ def along(dims_of: Callable[[dict[str, Any]], Any], why: str) -> Any:
         return moved(d, node, dims, letters=letters)
 
     return rule
+
+
+def diagonal(d: Describer, node: fx.Node) -> Access:
+    """`* i j -> * k`: i and j whole."""
+    bound, dims = bind(node), source(d, node)
+    pair = {bound[name] % len(dims) for name in ("dim1", "dim2")}
+    rest = tuple(f for i, f in enumerate(dims) if i not in pair)
+    k = d.fresh(d.sizes(node)[-1])
+    return _placed(d, node, rest, (*rest, k), [*(dims[i] for i in pair), k])
+
+
+def diag_embed(d: Describer, node: fx.Node) -> Access:
+    """`* k -> * i j`: all three whole."""
+    bound, dims = bind(node), source(d, node)
+    sizes = d.sizes(node)
+    pair = {bound[name] % len(sizes) for name in ("dim1", "dim2")}
+    rest = iter(dims[:-1])
+    result = tuple(d.fresh(n) if i in pair else next(rest) for i, n in enumerate(sizes))
+    return _placed(d, node, dims[:-1], result, [dims[-1], *(result[i] for i in pair)])
+
+
+def _placed(d: Describer, node: fx.Node, rest: Dims, result: Dims, by_place: Sequence[Factor]) -> Access:
+    letters = [Letter(f, "parallel") for f in rest if f.size > 1]
+    letters += [Letter(f, "whole", "placed along a diagonal") for f in by_place]
+    return moved(d, node, result, letters=letters)
 
 
 def full_like(d: Describer, node: fx.Node) -> Access:

@@ -1,0 +1,139 @@
+"""Rules of the operators that read rows by index, and of those that write them there.
+
+What is indexed is whole; the dims beside it are parallel, and both ways are linear in the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from plait.rules.describe import Access, Describer, Letter, bind
+from plait.rules.rule import Binder, Equation, carry_groups, is_tensor
+
+
+def embedding(d: Describer, node: fx.Node) -> Access:
+    """`v d, * -> * d`, v selected; all but d whole where gradients are scaled by how often a row is read."""
+    access = _embedding(d, node)
+    if not bind(node).get("scale_grad_by_freq"):
+        return access
+    width = access.operands[0].dims[1]
+    counted = "its reads are counted"
+    letters = (x if x.factor is width else Letter(x.factor, "whole", counted) for x in access.letters)
+    return replace(access, letters=tuple(letters))
+
+
+_embedding = Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")
+
+
+def index(d: Describer, node: fx.Node) -> Access:
+    """Rows picked by one integer tensor, or by several that broadcast: indexed dims are whole."""
+    bound = bind(node)
+    operand = d.operand(bound["self"])
+    picks = list(bound["indices"]) + [None] * (len(operand.dims) - len(bound["indices"]))
+    at = [i for i, p in enumerate(picks) if p is not None]
+    indices = [d.operand(p) for p in picks if p is not None]
+    if any(p.node.meta["val"].dtype in (torch.bool, torch.uint8) for p in indices):
+        return d.whole(node, "a boolean index: how many rows depends on values")
+    binder = Binder(d, node)
+    sizes = d.sizes(node)
+    width = max(len(p.dims) for p in indices)
+    names = [f"i{i}" for i in reversed(range(width))]
+    for p in indices:
+        binder.bind(names[width - len(p.dims) :], p.dims)
+    kept = [f"x{i}" for i in range(len(picks)) if picks[i] is None]
+    binder.bind(kept, tuple(f for i, f in enumerate(operand.dims) if picks[i] is None))
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    before = [f"x{i}" for i in range(at[0]) if picks[i] is None] if adjacent else []
+    result = binder.result([*before, *names, *kept[len(before) :]], sizes)
+    indexed = [operand.dims[i] for i in at]
+    letters = (*binder.letters({}), *(Letter(f, "whole", "indexed by value") for f in indexed))
+    return Access((operand, *indices), (result,), letters, ((0,),))
+
+
+def gather(d: Describer, node: fx.Node) -> Access:
+    """`t e, t k -> t k`: the gathered dim whole, the others parallel where the sizes agree."""
+    bound = bind(node)
+    x, ids = d.operand(bound["self"]), d.operand(bound["index"])
+    dim = bound["dim"] % max(1, len(x.dims))
+    binder = Binder(d, node)
+    names = [f"d{i}" for i in range(len(x.dims))]
+    loose: list[Letter] = []
+    for i, name in enumerate(names):
+        if i != dim and x.dims[i].size == ids.dims[i].size:
+            binder.bind([name], (x.dims[i],))
+        else:
+            loose.append(Letter(x.dims[i], "whole", "gathered by value"))
+    binder.bind(names, ids.dims)
+    result = binder.result(names, d.sizes(node))
+    gathered = {names[i]: "parallel" for i in range(len(names))}
+    return Access((x, ids), (result,), (*binder.letters(gathered), *loose), ((0,),))
+
+
+def index_select(d: Describer, node: fx.Node) -> Access:
+    bound = bind(node)
+    x, ids = d.operand(bound["self"]), d.operand(bound["index"])
+    dim = bound["dim"] % max(1, len(x.dims))
+    result = (*x.dims[:dim], *(ids.dims or d.fresh_dims(node)[dim : dim + 1]), *x.dims[dim + 1 :])
+    letters = [Letter(f, "parallel") for i, f in enumerate(x.dims) if i != dim]
+    letters += [Letter(f, "parallel") for f in ids.dims]
+    letters.append(Letter(x.dims[dim], "whole", "indexed by value"))
+    return Access((x, ids), (result,), tuple(letters), ((0,),))
+
+
+def scatter(d: Describer, node: fx.Node) -> Access:
+    """`t e, t k, t k -> t e`: e whole, where rows are written; the others parallel where the sizes agree."""
+    bound = bind(node)
+    names = [n for n in ("self", "index", "src", "source") if is_tensor(bound.get(n))]
+    operands = [d.operand(bound[n]) for n in names]
+    x = operands[0]
+    dim = bound["dim"] % max(1, len(x.dims))
+    binder, loose = Binder(d, node), list[Letter]()
+    letters = [f"d{i}" for i in range(len(x.dims))]
+    binder.bind(letters, x.dims)
+    for name, o in zip(names[1:], operands[1:], strict=True):
+        if name == "index" and "index_" in str(node.target):  # index_add and its like: one for all rows
+            loose += [Letter(f, "whole", WRITTEN) for f in o.dims]
+            continue
+        for i, (letter, f) in enumerate(zip(letters, o.dims, strict=True)):
+            if i != dim and f.size == x.dims[i].size:
+                binder.bind([letter], (f,))
+            elif f.size > 1 or x.dims[i].size > 1:
+                loose += [Letter(g, "whole", WRITTEN) for g in (f, x.dims[i])]
+    result = binder.result(letters, d.sizes(node))
+    found = binder.letters({f"d{dim}": "whole"} if letters else {})
+    linear = "" if "reduce" in bound else "+".join(n for n in names if n != "index")
+    carries = carry_groups([linear.split("+")], names) if "+" in linear else ()
+    return Access(tuple(operands), (result,), (*found, *loose), carries)
+
+
+def index_put(d: Describer, node: fx.Node) -> Access:
+    """Rows written at integer indices: indexed dims are whole, the others of `self` and `values` parallel."""
+    bound = bind(node)
+    x, values = d.operand(bound["self"]), d.operand(bound["values"])
+    picks = list(bound["indices"]) + [None] * (len(x.dims) - len(bound["indices"]))
+    at = [i for i, p in enumerate(picks) if p is not None]
+    indices = [d.operand(p) for p in picks if p is not None]
+    if any(p.node.meta["val"].dtype in (torch.bool, torch.uint8) for p in indices):
+        return d.whole(node, "a boolean index: how many rows depends on values")
+    width = max(len(p.dims) for p in indices)
+    kept = [f"x{i}" for i in range(len(picks)) if picks[i] is None]
+    adjacent = at == list(range(at[0], at[-1] + 1))
+    before = kept[: at[0]] if adjacent else []
+    names = [*before, *(f"i{i}" for i in range(width)), *kept[len(before) :]]
+    binder = Binder(d, node)
+    binder.bind(kept, tuple(f for i, f in enumerate(x.dims) if picks[i] is None))
+    binder.bind(names[len(names) - len(values.dims) :], values.dims)
+    bare = tuple(f for i, f in enumerate(x.dims) if picks[i] is None)
+    kept_result = iter(binder.result(kept, tuple(f.size for f in bare)))
+    result = tuple(next(kept_result) if picks[i] is None else f for i, f in enumerate(x.dims))
+    letters = binder.letters({n: "whole" for n in names if n not in kept})
+    rows = [*(x.dims[i] for i in at), *(f for p in indices for f in p.dims)]
+    indexed = tuple(Letter(f, "whole", WRITTEN) for f in rows)
+    carries = ((0, 1 + len(indices)),)
+    return Access((x, *indices, values), (result,), (*letters, *indexed), carries)
+
+
+WRITTEN = "written by value"

@@ -1,0 +1,195 @@
+"""Small models of odd kinds as pretend ranks: outputs and gradients, and what has to be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.capture import capture
+from plait.errors import CaptureError
+from tests import pretend
+from tests.cases import Setup
+from tests.cases.blocks import Net, linear, weight
+from tests.compare import demand, discrepancies, plain
+
+Made = tuple[nn.Module, tuple[Any, ...], str]  # with the names of weights that have to be split
+
+
+def learned(*shape: int) -> Tensor:
+    return torch.randn(*shape).requires_grad_()
+
+
+# -- detached, then changed in place -------------------------------------------------------------------
+
+
+def _detached(s: Net, x: Tensor) -> Tensor:
+    y = s.up(x).detach()
+    y[:, 2:5].mul_(s.scale)
+    y += s.shift
+    return y @ s.down  # type: ignore[no-any-return]
+
+
+def _no_grad(s: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = s.up(x) * 2
+    y = y.to(x.dtype)
+    y += s.shift
+    return (y + s.up(x)) @ s.down  # type: ignore[no-any-return]
+
+
+def _of(run: Callable[..., Tensor]) -> Made:
+    parts = dict(up=linear(8, 12), scale=weight(3), shift=weight(12), down=weight(12, 5))
+    return Net(run, **parts), (learned(5, 8),), "up.weight down"
+
+
+def _read_later(s: Net, x: Tensor) -> Tensor:
+    y = s.up(x)
+    z = y.detach()
+    z += s.shift
+    return (z * y) @ s.down  # type: ignore[no-any-return]
+
+
+def test_what_was_detached_and_changed_is_not_read() -> None:
+    model, args, _ = _of(_read_later)
+    with pytest.raises(CaptureError, match="in place what was detached .* read later"):
+        capture(model, args, training=True)
+
+
+# -- weights whose two dims are one --------------------------------------------------------------------
+
+
+def _residuals() -> Made:
+    def run(s: Net, x: Tensor) -> Tensor:
+        x = x + s.a(x).tanh()
+        x = x + torch.addmm(s.c, x, s.b).relu()
+        return x @ s.out  # type: ignore[no-any-return]
+
+    return Net(run, a=linear(8, 8), b=weight(8, 8), c=weight(8), out=weight(8, 5)), (learned(5, 8),), "a.weight b out"
+
+
+def _head_of_the_width() -> Made:
+    """A dense of the model's width before a vocabulary that is also the embedding."""
+
+    def run(s: Net, ids: Tensor) -> Tensor:
+        return F.linear(s.norm(F.gelu(s.dense(s.table(ids)))), s.table.weight)
+
+    parts = dict(table=nn.Embedding(17, 12), dense=linear(12, 12), norm=nn.LayerNorm(12))
+    return Net(run, **parts), (torch.randint(0, 17, (2, 5)),), "dense.weight table.weight"
+
+
+# -- windows -------------------------------------------------------------------------------------------
+
+
+def _grouped_convolutions() -> Made:
+    convs = (
+        nn.Conv2d(6, 12, 3, padding=1, groups=3), nn.ReLU(), nn.Conv2d(12, 24, 3, groups=12), nn.ReLU(),
+        nn.Conv2d(24, 12, 3, groups=6, stride=2),
+    )  # fmt: skip
+    return nn.Sequential(*convs), (learned(2, 6, 9, 9),), "0.weight 2.weight 4.weight"
+
+
+def _transposed_convolutions() -> Made:
+    convs = (
+        nn.Conv1d(6, 12, 3), nn.ReLU(), nn.ConvTranspose1d(12, 9, 3, stride=2, output_padding=1), nn.ReLU(),
+        nn.ConvTranspose1d(9, 6, 2, groups=3), nn.Conv1d(6, 5, 3, padding=1, padding_mode="circular"),
+    )  # fmt: skip
+    return nn.Sequential(*convs), (learned(2, 6, 9),), "0.weight 2.weight 4.weight"
+
+
+def _without_a_batch() -> Made:
+    convs = (nn.Conv1d(6, 12, 3, padding=1), nn.ReLU(), nn.Conv1d(12, 5, 3), nn.ReflectionPad1d(2))
+    return nn.Sequential(*convs), (learned(6, 9),), "0.weight 2.weight"
+
+
+def _norms_of_images() -> Made:
+    parts = (
+        nn.Conv2d(3, 12, 3), nn.InstanceNorm2d(12, affine=True), nn.ReLU(), nn.Conv2d(12, 12, 1),
+        nn.LocalResponseNorm(3), nn.AdaptiveMaxPool2d(3), nn.Conv2d(12, 5, 1),
+    )  # fmt: skip
+    return nn.Sequential(*parts), (learned(2, 3, 6, 6),), "0.weight 3.weight 6.weight"
+
+
+def _resized() -> Made:
+    def run(s: Net, x: Tensor) -> Tensor:
+        x = F.pixel_shuffle(s.a(x), 2)
+        modes = ("nearest", "bilinear", "bicubic", "area", "nearest-exact")
+        return s.b(sum(F.interpolate(x, size=(7, 5), mode=mode) for mode in modes))  # type: ignore[no-any-return]
+
+    return Net(run, a=nn.Conv2d(3, 24, 1), b=nn.Conv2d(6, 5, 1)), (learned(2, 3, 4, 4),), "a.weight b.weight"
+
+
+def _unfolded() -> Made:
+    def run(s: Net, x: Tensor) -> Tensor:
+        rows = F.unfold(s.a(x), 3, padding=1).transpose(1, 2) @ s.up
+        return F.fold((rows.tanh() @ s.down).transpose(1, 2), (6, 6), 3, padding=1)
+
+    return Net(run, a=nn.Conv2d(3, 4, 1), up=weight(36, 20), down=weight(20, 27)), (learned(2, 3, 6, 6),), "a.weight up"
+
+
+# -- written by index, and chosen ------------------------------------------------------------------------
+
+
+def _scattered() -> Made:
+    def run(s: Net, x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        y = s.a(x)
+        out = y.new_zeros(7, 12).index_add(0, rows, y, alpha=0.5).index_copy(0, rows, y.tanh() * 2)
+        out = out.index_fill(0, rows[:1], 0.5).index_put((rows,), y, accumulate=True)
+        wide = y.new_zeros(5, 20).scatter(1, columns, y).scatter_add(1, columns, y * 0.3)
+        wide = wide.scatter_reduce(1, columns, y, "amax")
+        return wide @ s.wide + out[:5] @ s.out  # type: ignore[no-any-return]
+
+    inputs = (learned(5, 8), torch.randperm(7)[:5], torch.stack([torch.randperm(20)[:12] for _ in range(5)]))
+    return Net(run, a=linear(8, 12), wide=weight(20, 4), out=weight(12, 4)), inputs, "a.weight wide out"
+
+
+def _chosen() -> Made:
+    def run(s: Net, x: Tensor) -> Tensor:
+        y = s.a(x)
+        low, high = y.aminmax(dim=1)
+        best = y.kthvalue(2, 1).values + y.median(1).values + y.mode(1).values + low - high
+        return torch.diag_embed(best).sum(-1) @ s.out + y.view(2, 5, 3, 4).diagonal(0, -2, -1)[:, 0]  # type: ignore[no-any-return]
+
+    return Net(run, a=linear(8, 12), out=weight(12, 3)), (learned(2, 5, 8),), "a.weight out"
+
+
+KINDS: dict[str, Callable[[], Made]] = {
+    "detached, changed in place": lambda: _of(_detached),
+    "without gradients, changed in place": lambda: _of(_no_grad),
+    "square weights of residuals": _residuals,
+    "square weight of a head": _head_of_the_width,
+    "grouped convolutions": _grouped_convolutions,
+    "transposed convolutions": _transposed_convolutions,
+    "convolutions without a batch": _without_a_batch,
+    "norms of images": _norms_of_images,
+    "resized": _resized,
+    "unfolded": _unfolded,
+    "scattered": _scattered,
+    "chosen": _chosen,
+}
+
+
+@pytest.mark.parametrize(("kind", "n"), [(kind, 2 + i % 2) for i, kind in enumerate(KINDS)])
+def test_outputs_gradients_and_splits(kind: str, n: int, free_moves: None) -> None:
+    torch.manual_seed(0)
+    model, args, split = KINDS[kind]()
+    setup = Setup(model, args).to(torch.float64)
+    want = plain(setup)
+    divided = pretend.divide(pretend.trace(setup, True), n, pretend.Free(n))
+    assert set(split.split()) <= divided.split, divided.plan()
+    for rank, got in enumerate(pretend.run(divided, setup, True)):
+        demand(discrepancies(got, want), about=f"{kind}, rank {rank} of {n}\n{divided.plan()}\n")
+
+
+@pytest.fixture
+def free_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes so small are split as far as the equations let them: no launch is saved by leaving them whole."""
+    from plait.plan.prices import CostPrices
+
+    module = __import__(CostPrices.__module__, fromlist=["MOVE_LAUNCHES"])
+    for name in ("MOVE_LAUNCHES", "COPIES", "STRIDED_COPIES"):
+        monkeypatch.setattr(module, name, 0.0)
