@@ -67,9 +67,11 @@ def _residuals() -> Made:
     def run(s: Net, x: Tensor) -> Tensor:
         x = x + s.a(x).tanh()
         x = x + torch.addmm(s.c, x, s.b).relu()
+        x = x + s.conv(x.t()[None])[0].t().tanh()
         return x @ s.out  # type: ignore[no-any-return]
 
-    return Net(run, a=linear(8, 8), b=weight(8, 8), c=weight(8), out=weight(8, 5)), (learned(5, 8),), "a.weight b out"
+    parts = dict(a=linear(8, 8), b=weight(8, 8), c=weight(8), conv=nn.Conv1d(8, 8, 3, padding=1), out=weight(8, 5))
+    return Net(run, **parts), (learned(5, 8),), "a.weight b conv.weight out"
 
 
 def _head_of_the_width() -> Made:

@@ -4,6 +4,7 @@
     clean      what computes nothing is taken out                       clean.py
     fold       what depends on no parameter and no input is a constant  passes/fold.py
     masks      attention masks recognised by their values               rules/facts.py
+    square     weights whose two dims are one factor are told apart     square.py
 """
 
 from plait.capture.steps import capture

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from plait.capture import square
 from plait.capture.call import Call
 from plait.capture.clean import clean
 from plait.capture.dropout import write_out_attention_dropout
@@ -39,4 +40,5 @@ def capture(
     program, values = lower(model, exported, call, training)
     refuse_dtypes(program)
     program = recognise_masks(fold(program, values))
+    square.cut(program)
     return write_out_attention_dropout(program) if training else program

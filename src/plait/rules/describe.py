@@ -22,7 +22,6 @@ import torch
 from torch import fx
 
 from plait.program import Program
-from plait.rules import square
 from plait.rules.equation import ONE, SYMBOLIC, Algebra, Conflict, Dims, Factor, atoms_and_parts
 from plait.rules.split import Split
 
@@ -202,11 +201,6 @@ def _tensors(node: fx.Node) -> int:
 
 def describe(program: Program, table: dict[Any, Rule]) -> Description:
     """Factors of every value of `program`; an operator without a rule in `table` is whole."""
-    found = _walked(program, table)
-    return _walked(program, table) if square.cut(program, found) else found
-
-
-def _walked(program: Program, table: dict[Any, Rule]) -> Description:
     describer = Describer(table)
     for node in program.graph.nodes:
         describer.visit(node)

@@ -16,9 +16,9 @@ from plait.rules.describe import Access, Describer, Letter, Localize, Operand, b
 from plait.rules.equation import ONE, Dims, Factor, product, total
 from plait.rules.rule import Binder
 from plait.rules.split import Split
-from plait.rules.square import CUT
 
 PARTIAL = ((0,),)  # a move of a partial sum is a partial sum
+CUT = "cut"  # in the meta of an alias: the dims whose rows it takes for others
 FEW = 16  # one row of so many is not a segment of its own, by which all others would be told apart
 
 
@@ -180,7 +180,7 @@ def same(d: Describer, node: fx.Node) -> Access:
 
 
 def alias(d: Describer, node: fx.Node) -> Access:
-    """`* -> *`; where a tie is cut, some dims come out new (square.py)."""
+    """`* -> *`; where a tie is cut, some dims come out new (capture/square.py)."""
     apart, dims = node.meta.get(CUT, ()), source(d, node)
     result = tuple(d.fresh(f.size) if i in apart else f for i, f in enumerate(dims))
     letters = [Letter(f, "parallel") for i, f in enumerate(dims) if i not in apart and f.size > 1]

@@ -9,36 +9,32 @@ is `o d`, and what is split by o is gathered there.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
+from plait.program import Program
+from plait.rules.aten import table
+from plait.rules.describe import Access, Description, describe
 from plait.rules.equation import Dims, Factor, atoms
+from plait.rules.views import CUT
 
-if TYPE_CHECKING:
-    from plait.program import Program
-    from plait.rules.describe import Description
-
-CUT = "cut"  # of an alias: the dims whose rows it takes for others
 alias = torch.ops.aten.alias.default
 
 
-def cut(program: Program, d: Description) -> bool:
-    """Put an alias behind the products of every such weight; whether there were any."""
-    found = {
-        product: twice
-        for node in program.graph.nodes
-        if node.op == "placeholder" and node in d.dims and (twice := _twice(d.dims[node][0]))
-        for product in _products(node, d)
-    }
-    made = [_cut(program.graph, node, d, twice) for node, twice in found.items()]
-    return any(made)
+def cut(program: Program) -> None:
+    """Put an alias behind the products of every such weight."""
+    d = describe(program, table())
+    weights = [n for n in program.graph.nodes if n.op == "placeholder" and n in d.dims]
+    found = {p: twice for w in weights for p in _products(w, d) if (twice := _twice(d.dims[w][0], d.accesses[p]))}
+    for node, twice in found.items():
+        _cut(program.graph, node, d, twice)
 
 
-def _twice(dims: Dims) -> frozenset[Factor]:
-    """The factors of a value, where every one is in several dims."""
-    counts = Counter(a for f in dims for a in set(atoms(f)))
+def _twice(dims: Dims, product: Access) -> frozenset[Factor]:
+    """The factors that a weight could be split by, where every one is in several dims."""
+    whole = {a for x in product.letters if x.property == "whole" for a in atoms(x.factor)}
+    counts = Counter(a for f in dims for a in set(atoms(f)) - whole)
     return frozenset(counts) if min(counts.values(), default=0) > 1 else frozenset()
 
 
@@ -54,12 +50,9 @@ def _products(weight: fx.Node, d: Description) -> list[fx.Node]:
     return found
 
 
-def _cut(graph: fx.Graph, node: fx.Node, d: Description, twice: frozenset[Factor]) -> bool:
-    if any(user.target is alias and CUT in user.meta for user in node.users):
-        return False
+def _cut(graph: fx.Graph, node: fx.Node, d: Description, twice: frozenset[Factor]) -> None:
     dims = tuple(i for i, f in enumerate(d.dims[node][0]) if twice & set(atoms(f)))
     with graph.inserting_after(node):
         new = graph.call_function(alias, (node,))
     new.meta = {**node.meta, CUT: dims}
     node.replace_all_uses_with(new, delete_user_cb=new.__ne__)
-    return bool(dims)
