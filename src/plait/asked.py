@@ -86,7 +86,7 @@ def check_sites(algorithm: str | Mapping[str, str], plan: Plan) -> None:
 
 def _spell(value: Any) -> str:
     text = repr(value)
-    plain = isinstance(value, (str, int, float, type(None))) and len(text) < 60
+    plain = isinstance(value, (str, int, float, type(None), torch.dtype)) and len(text) < 60
     return text if plain else f"a {type(value).__name__}"
 
 

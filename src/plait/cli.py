@@ -111,7 +111,7 @@ def plan(
         "algorithm": algorithm,
     }
     made = _planned(model, cluster, (tp, pp, dp), batch, length, dtype, options)
-    parts = [tables.plan_table(made, f"{model} on {made.cluster}")]
+    parts = [tables.plan_table(made, f"{model} on {made.machine}")]
     if made.choice is not None and len(made.choice.front) > 1:
         parts.append(tables.choice_table(made.choice))
     tables.show(*parts, *tables.predictions(made))

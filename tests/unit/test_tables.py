@@ -98,6 +98,8 @@ def test_predictions_name_the_machine() -> None:
     lines = list(tables.predictions(plan("ring")))
     assert lines[0] == "predicted 2 ms a call on loopback[2]"
     assert lines[-1] == "note: a mask was recognised"
+    measured = replace(plan("ring"), cluster='{"name": "this one, measured", "levels": []}')
+    assert next(iter(tables.predictions(measured))) == "predicted 2 ms a call on this one, measured"
 
 
 def candidate(tp: int, pp: int, seconds: float) -> Candidate:

@@ -264,6 +264,11 @@ class Plan:
     measured: Measured | None = None  # where overlap was predicted to gain, and ranks were there to try it
 
     @property
+    def machine(self) -> str:
+        """The cluster as it is spelled, or by its name where it is spelled as all of its data."""
+        return str(json.loads(self.cluster)["name"]) if self.cluster.startswith("{") else self.cluster
+
+    @property
     def micro_batches(self) -> int:
         return len(self.staged.rows) or 1 if self.staged is not None else 1
 

@@ -13,7 +13,7 @@ def explain(plan: Plan) -> str:
     """What is split, every collective, what is whole and why, what it should cost."""
     return "\n".join(
         [
-            f"tp={plan.tp} pp={plan.pp} dp={plan.dp} on {plan.cluster}",
+            f"tp={plan.tp} pp={plan.pp} dp={plan.dp} on {plan.machine}",
             f"predicted {_time(plan.seconds)} a call; one device {_time(plan.seconds_alone)}",
             *([str(plan.measured)] if plan.measured is not None else []),
             *_choice(plan),

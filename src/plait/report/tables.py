@@ -128,7 +128,7 @@ def rules_table(lines: Iterable[tuple[str, object]]) -> Table:
 
 def predictions(plan: Plan) -> Iterator[str]:
     """The lines under a plan's table: what it should cost on the described machine."""
-    yield f"predicted {duration(plan.seconds)} a call on {plan.cluster}"
+    yield f"predicted {duration(plan.seconds)} a call on {plan.machine}"
     yield f"one device {duration(plan.seconds_alone)}"
     spent = sum(p.seconds for p in plan.collectives)
     hidden = any(o.form != "whole" for o in plan.overlaps)
