@@ -289,6 +289,8 @@ def strides(group: Any) -> None:
         wide = torch.tensor([float(rank)]).expand(3)
         expect((name, "expanded"), collectives.all_gather(wide, None, group, name),
                torch.arange(n).repeat_interleave(3).float())  # fmt: skip
+        single = torch.full((1, 2), float(rank))[:, :1]  # contiguous, and two apart
+        expect((name, "single"), collectives.all_gather(single, None, group, name), torch.arange(float(n)).view(n, 1))
         plain = torch.arange(float(2 * n)).view(2, n).t()
         got = collectives.reduce_scatter(plain * (rank + 1), [1] * n, group, name)
         expect((name, "transposed"), got, plain[rank : rank + 1] * (n * (n + 1) / 2))

@@ -19,7 +19,8 @@ from plait.runtime.actions import Run
 from plait.runtime.streams import Beside, _Awaited
 from tests import zoo
 from tests.cases import CASES, Case, Mesh
-from tests.compare import demand, differences, digest, gradients
+from tests.compare import demand, differences, digest, discrepancies, gradients, plain, within
+from tests.fuzz import recipe
 from tests.gloo import prove
 from tests.gloo.harness import Pool
 from tests.gloo.test_cases import ask
@@ -114,6 +115,23 @@ def replicas(group: Any) -> str:
 
 def test_replicas(pool: Pool) -> None:
     assert "overlapped with " in pool.run(replicas, 4, timeout=120.0)[0]
+
+
+def elsewhere(group: Any) -> None:
+    """Micro-batches of one row and of two, of which one gives an output from another stage."""
+    setup = recipe(6031)
+    want = plain(setup)
+    parts = plait.compile(
+        setup.model, setup.args, setup.kwargs, group=group, tp=2, pp=2, micro_batches=2, training=True,
+        overlap=3, cluster=prove.free(4), measure=False, schedule="zero-bubble",
+    )  # fmt: skip
+    homes = {tuple(parts._first.stages.owner(i, k) for i in parts._first.stages.wanted()) for k in range(2)}
+    assert len(homes) == 2, homes
+    demand(discrepancies(prove.run(parts, setup, True), want, within(1e-9, 1e-10)))
+
+
+def test_an_output_may_come_from_another_stage_in_each_micro_batch(pool: Pool) -> None:
+    pool.run(elsewhere, 4)
 
 
 class Matmuls(TorchDispatchMode):

@@ -33,6 +33,7 @@ from plait.report.explain import explain
 from tests import pretend, zoo
 from tests.cases import CASES, Setup
 from tests.compare import demand, plain, within
+from tests.fuzz import recipe
 from tests.gloo.prove import free
 from tests.lockstep.test_overlap_forced import NARROW, halved, left_whole, prove, told
 
@@ -86,6 +87,20 @@ def test_models(name: str, pp: int, count: int) -> None:
         assert len({where[node] for node in region.nodes}) == 1
     assert {o.stage for o in made.plan.overlaps if o.form != "whole"} == {where[r.nodes[0]] for r in planned.chosen}
     assert Plan.from_json(made.plan.to_json()) == made.plan
+
+
+@pytest.mark.parametrize("seed", range(4000, 4064))
+def test_a_random_model_in_stages(seed: int) -> None:
+    setup, pp, count = recipe(seed), 2 + seed % 3, 2 + seed % 2
+    made = pieces(pretend.trace(setup, True), pp, count, 1 + seed % 2)
+    for planned in made.planned:
+        demand(list(left_whole(planned, N, count)), about=str(setup.model))
+        for stage in stages(planned, 0)[1]:
+            closed(stage.graph, f"stage {stage.index}")
+        for ranks in programs(planned):
+            check([s.twice() for s in ranks])
+    if len(made.planned) == 1:
+        prove(made.planned[0], setup, N, True, plain(setup), within(1e-9, 1e-10))
 
 
 # -- the order of actions ----------------------------------------------------------------------------

@@ -231,7 +231,8 @@ def _vector(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
-    return (plain.view(torch.uint8) if plain.dtype == torch.bool else plain).view(-1)
+    flat = (plain.view(torch.uint8) if plain.dtype == torch.bool else plain).view(-1)
+    return flat.as_strided(flat.shape, (1,))  # one number alone may have any stride
 
 
 def _written(tensor: Tensor, vector: Tensor) -> Tensor:

@@ -25,14 +25,14 @@ def outputs(run: Run, readers: Callable[[int], Sequence[int]]) -> dict[int, Any]
     """The flat outputs that the caller sees, whole, at the places `readers`; None elsewhere."""
     stages, out = run.stages, dict[int, Any]()
     for flat in stages.wanted():
-        owner = stages.place(stages.owner(flat))
-        parts = [_part(run, flat, k, owner, readers(flat)) for k in stages.parts(flat)]
+        parts = [_part(run, flat, k, readers(flat)) for k in stages.parts(flat)]
         out[flat] = None if any(p is None for p in parts) else _whole(run, flat, parts)
     return out
 
 
-def _part(run: Run, flat: int, k: int, owner: int, readers: Sequence[int]) -> Any:
-    line, spec = run.stages.channel, run.stages.spec(run.specs, flat, k)
+def _part(run: Run, flat: int, k: int, readers: Sequence[int]) -> Any:
+    stages, line = run.stages, run.stages.channel
+    owner, spec = stages.place(stages.owner(flat, k)), stages.spec(run.specs, flat, k)
     tag = Channel.tag(channel.OUTPUT, flat, k)
     if line.place == owner:
         value = run.results[flat, k]
@@ -64,7 +64,7 @@ def mutate(run: Run, weights: Mapping[str, Tensor]) -> None:
     """Buffers take their new values on every stage that holds them."""
     stages, line = run.stages, run.stages.channel
     for mutation in stages.program.mutations:
-        owner, holders = stages.place(stages.owner(mutation.index)), stages.holders[mutation.weight]
+        owner, holders = stages.place(stages.owner(mutation.index, 0)), stages.holders[mutation.weight]
         tag = Channel.tag(channel.BUFFER, mutation.index)
         value, spec = None, stages.spec(run.specs, mutation.index, 0)
         assert spec is not None

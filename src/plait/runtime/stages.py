@@ -105,9 +105,10 @@ class Stages:
 
     # -- outputs -------------------------------------------------------------------------------------
 
-    def owner(self, flat: int) -> int:
-        """The stage that gives a flat output."""
-        return next(s.index for s in self.pieces[0].stages if flat in s.results)
+    def owner(self, flat: int, k: int) -> int:
+        """The stage that gives a flat output of micro-batch k: of one in chunks, or split otherwise, it may be
+        another."""
+        return next(s.index for s in self.pieces[k].stages if flat in s.results)
 
     def wanted(self) -> list[int]:
         """The flat outputs that the caller sees."""
@@ -119,7 +120,7 @@ class Stages:
 
     def spec(self, specs: Sequence[Mapping[str, Spec]], flat: int, k: int) -> Spec | None:
         """Of a flat output of micro-batch k; None where it is no tensor."""
-        stage = self.pieces[k].stages[self.owner(flat)]
+        stage = self.pieces[k].stages[self.owner(flat, k)]
         at = len(stage.makes) - len(stage.results) + stage.results.index(flat)
         return specs[k].get(stage.makes[at])
 
