@@ -231,6 +231,8 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
         return dropout if node.target in _DROPOUT else drawn
     if access.so_far and bind(node)["is_causal"]:
         return attention
+    if node.target is aten._grouped_mm.default:
+        return grouped_matmul
     if strategy.split is None:
         return None
     split = strategy.split
@@ -243,8 +245,6 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
         return embedding if node.target is aten.embedding.default else some_rows
     if "sum" in touched and node.target in (aten.mean.default, aten.mean.dim):
         return mean
-    if node.target is aten._grouped_mm.default:
-        return grouped_matmul
     return None
 
 
