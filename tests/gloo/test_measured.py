@@ -360,5 +360,5 @@ def test_a_rank_that_fails_is_named_by_all(pool: Pool, kill: bool) -> None:
     found = pool.errors(breaks, 3, kill, timeout=120.0)
     for failure in [f for f in found if f.kind != "Died"]:
         assert failure.kind == "RankError" and failure.message.startswith("measure: rank 1"), failure.message
-        assert ("killed by SIGKILL" if kill else "a clock that stands") in failure.message
+        assert ("SIGKILL" if kill else "a clock that stands") in failure.message
     assert [f.kind for f in found] == ["RankError", "Died" if kill else "RankError", "RankError"]
