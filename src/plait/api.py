@@ -82,8 +82,8 @@ def compile(
         meshes, machine, options, micro_batches, joint.allowed(schedule, machine.device),
         recompute=joint.recompute(recompute), outputs=outputs,
     )  # fmt: skip
-    recall = Recall.of(program, ask, measure, agreement)
-    plan = recall.plan(plan)
+    recall = Recall.of(plan, program, ask, measure, agreement)
+    plan = recall.plan()
     chosen = choose(program, ask, agreement, plan)
     seat = Seat.of(chosen.seats, group, agreement, where)
     pieces, alone = chosen.micro_batches(micro_batches), chosen.alone(training)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,9 +49,9 @@ def starts(group: Any, folder: str, changes: list[dict[str, Any]], spoil: bool =
     return out
 
 
-def watched(said: list[str]) -> Any:
-    """Counts what plans: the joint search, the layouts, the stages."""
-    whole = mock.patch.multiple
+@contextlib.contextmanager
+def watched(said: list[str]) -> Iterator[None]:
+    """Tells what plans: the joint search, the layouts, the stages."""
 
     def telling(name: str, real: Any) -> Any:
         def tell(*args: Any, **kwargs: Any) -> Any:
@@ -58,22 +60,10 @@ def watched(said: list[str]) -> Any:
 
         return tell
 
-    class All:
-        patches = (
-            whole(joint, search=telling("search", joint.search)),
-            whole(planner, make=telling("make", planner.make)),
-            whole(staged, make=telling("stages", staged.make)),
-        )
-
-        def __enter__(self) -> None:
-            for patch in self.patches:
-                patch.start()
-
-        def __exit__(self, *_: Any) -> None:
-            for patch in self.patches:
-                patch.stop()
-
-    return All()
+    with contextlib.ExitStack() as stack:
+        for room, name in ((joint, "search"), (planner, "make"), (staged, "make")):
+            stack.enter_context(mock.patch.object(room, name, telling(name, getattr(room, name))))
+        yield
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"training": True}], ids=str)
@@ -99,3 +89,16 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(pool: Pool, tmp_path: Path) 
     (tmp_path / "file").write_text("")
     first, *_ = pool.run(starts, 2, str(tmp_path / "file" / "plans"), [{}])
     assert first[0]
+
+
+def with_a_plan(group: Any, folder: str) -> int:
+    x = torch.ones(4, 8)
+    options: dict[str, Any] = {"group": group, "cluster": "loopback[2]"}
+    given = plait.compile(model(), (x,), **options).plan
+    with mock.patch.dict(os.environ, {"PLAIT_PLAN_CACHE": folder}):
+        plait.compile(model(), (x,), plan=given, **options)
+    return len(list(Path(folder).iterdir()))
+
+
+def test_a_plan_that_was_given_is_not_kept(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(with_a_plan, 2, str(tmp_path)) == [0, 0]

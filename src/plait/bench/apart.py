@@ -103,7 +103,7 @@ def _child(place: tuple[int, int, str, int], folder: str, work: Callable[..., An
         dist.init_process_group(default_backend(), init_method=address, rank=rank, world_size=ranks)
         value = work(*args)
     except Exception as error:
-        (out / "error").write_text(f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        (out / "error").write_text(f"{type(error).__name__}: {error}".splitlines()[0][:200])
         os._exit(1)  # whatever the device still does
     (out / "value").write_text(json.dumps(value))
     dist.barrier()

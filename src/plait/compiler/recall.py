@@ -33,27 +33,30 @@ MOST = 256  # plans that are kept; one has 10 to 500 KB
 
 @dataclass(frozen=True)
 class Recall:
-    """Where this job's plan is kept; None: nowhere."""
+    """Where this job's plan is kept; None: nowhere, as a plan that was `given` is the user's to keep."""
 
     agreement: Agreement
+    given: Plan | None
     path: Path | None
 
     @classmethod
-    def of(cls, program: Program, ask: joint.Ask, measure: bool, agreement: Agreement) -> Recall:
+    def of(
+        cls, given: Plan | None, program: Program, ask: joint.Ask, measure: bool, agreement: Agreement
+    ) -> Recall:
         folder = os.environ.get("PLAIT_PLAN_CACHE")
-        if folder == "" or not agreement.leads:
-            return cls(agreement, None)
+        if given is not None or folder == "" or not agreement.leads:
+            return cls(agreement, given, None)
         where = Path(folder) if folder is not None else cache_folder() / "plans"
         made_of = (
             program_digest(program), repr(ask), str(measure), platform.node() if measure else "",
             torch.__version__, _sources(),
         )  # fmt: skip
-        return cls(agreement, where / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json")
+        return cls(agreement, given, where / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json")
 
-    def plan(self, given: Plan | None) -> Plan | None:
+    def plan(self) -> Plan | None:
         """The plan that was given, or the one that was kept; the same on every rank."""
-        if given is not None:
-            return given
+        if self.given is not None:
+            return self.given
         text = self.agreement.broadcast("plan", self._read())
         return Plan.from_json(text) if text else None
 
