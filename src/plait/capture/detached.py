@@ -26,7 +26,7 @@ def keep_apart(graph: fx.Graph) -> None:
     for node in order:
         if node.target is not aten.detach.default:
             continue
-        changes = [user for user in _aliases(node) if _learns(user, node)]
+        changes = [user for user in _aliases(node) if _learns(user)]
         root = _root(node)
         if not changes or root.op == "placeholder":
             continue
@@ -50,7 +50,7 @@ def _aliases(x: fx.Node) -> Iterator[fx.Node]:
             yield from _aliases(user)
 
 
-def _learns(node: fx.Node, root: fx.Node) -> bool:
+def _learns(node: fx.Node) -> bool:
     """A change in place by another tensor."""
     written = [x for x in node.all_input_nodes if _access(node, x)]
     others = [x for x in node.all_input_nodes if x not in written and _floats(x)]

@@ -25,12 +25,13 @@ from plait.plan.planner import Planned
 from plait.plan.staged import Pieces
 from plait.program import Program
 from plait.rules.moves import Cut, take
+from plait.runtime import streams
 from plait.runtime.again import mark, segmented
 from plait.runtime.channel import Channel
 from plait.runtime.executor import place
 from plait.runtime.replicas import Replicas
-from plait.runtime.streams import Beside, halves
-from plait.runtime.transport import MoveModule, Transport
+from plait.runtime.streams import Beside
+from plait.runtime.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,8 @@ def _piece(
         mark(local, staged.segments, program)
     cut = split(local, staged.borders, program)
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
-    root |= _moves(local, pieces, transport)
+    algorithms = {p.name: p.algorithm for p in pieces.plan.collectives}
+    root |= streams.modules(local.sites, transport, algorithms)
     trained = {s.weight.node for s in local.shares if s.weight.requires_grad}
     names = {s.weight.node: s.weight.name for s in local.shares}
     modules = {}
@@ -243,21 +245,6 @@ def _piece(
     wires = [wire for stage in cut for wire in stage.sends]
     numbers = {wire: i for i, wire in enumerate(wires)}
     return Piece(local, cut, placed, modules, _feeds(pieces, planned.program), numbers)
-
-
-def _moves(local: Local, pieces: Pieces, transport: Transport) -> dict[str, Any]:
-    """The modules of all moves; of one that runs in chunks, its halves."""
-    algorithms = {p.name: p.algorithm for p in pieces.plan.collectives}
-    out: dict[str, Any] = {}
-    for name, site in local.sites.items():
-        whole = site.of or name
-        ways = [algorithms.get(n, "native") for n in (whole, f"{whole}.backward")]
-        if site.of:
-            assert isinstance(transport, Beside)
-            out |= halves(site, transport, *ways)
-        else:
-            out[name] = MoveModule(site, transport, *ways)
-    return out
 
 
 def _feeds(pieces: Pieces, program: Program) -> dict[str, Feed]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.passes.partition import Site
 from plait.rules.moves import Cut, Step
-from plait.runtime.transport import Begun, Transport
+from plait.runtime.transport import Begun, MoveModule, Transport
 
 Job = Callable[[], Tensor]
 
@@ -227,6 +227,22 @@ class Wait(nn.Module):
             return _Wait.apply(underway.token, self.way, trip)  # type: ignore[no-any-return]
         assert trip.there is not None
         return trip.there.wait()
+
+
+def modules(
+    sites: Mapping[str, Site], transport: Transport, algorithms: Mapping[str, str], fresh: Collection[str] = ()
+) -> dict[str, Any]:
+    """What runs the moves of a program; those in chunks by their halves. `fresh`: sites whose value is theirs alone."""
+    out: dict[str, Any] = {}
+    for name, site in sites.items():
+        whole = site.of or name
+        forward, backward = (algorithms.get(n, "native") for n in (whole, f"{whole}.backward"))
+        if site.of:
+            assert isinstance(transport, Beside)
+            out |= halves(site, transport, forward, backward)
+        else:
+            out[name] = MoveModule(site, transport, forward, backward, fresh=name in fresh)
+    return out
 
 
 def halves(
