@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from plait import cli
-from plait.bench.apart import apart, told
+from plait.bench.apart import Apart, told
 from plait.errors import RankError
 from plait.runtime.processes import launch
 
@@ -58,22 +59,39 @@ def test_forward_and_backward_against_torch(monkeypatch: pytest.MonkeyPatch, tmp
     assert run["left_out"] == ["DTensor, async: needs CUDA"]
 
 
-def work(how: str) -> list[int]:
-    """What is tried on two ranks: well, or as a kernel that fails or waits for ever would have it."""
+def work(how: str) -> Callable[[str], list[str]]:
+    """What is opened on two ranks: well, or as a kernel that fails or waits for ever would have it."""
+    if how != "later":
+        befalls(how)
+
+    def answer(what: str) -> list[str]:
+        if how == "later":
+            befalls(what)
+        return told(f"{what} {dist.get_rank() + 7}")
+
+    return answer
+
+
+def befalls(how: str) -> None:
     if dist.get_rank() == 1 and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1 and how == "raises":
         raise ValueError("no such mode")
     if how == "hangs":
         time.sleep(600)
-    return told(dist.get_rank() + 7)
 
 
 def tries(out: str) -> None:
     said: list[Any] = []
-    for how, seconds in (("raises", 60.0), ("dies", 60.0), ("hangs", 2.0), ("well", 60.0)):
+    for how, what, seconds in (
+        ("raises", "", 60.0), ("dies", "", 60.0), ("hangs", "", 2.0), ("well", "now", 60.0),
+        ("later", "raises", 60.0), ("later", "dies", 60.0), ("later", "hangs", 60.0),
+    ):  # fmt: skip
         try:
-            said.append(apart(work, how, seconds=seconds))
+            far = Apart.start(work, how, seconds=seconds)
+            said.append(far.ask(what, 2.0 if what == "hangs" else seconds))
+            said[-1] += far.ask("again", seconds)
+            far.stop()
         except RankError as error:
             said.append(str(error))
     if dist.get_rank() == 0:
@@ -81,10 +99,11 @@ def tries(out: str) -> None:
     dist.barrier()
 
 
-def test_what_is_tried_apart_takes_no_rank_with_it(tmp_path: Path) -> None:
+def test_what_is_done_apart_takes_no_rank_with_it(tmp_path: Path) -> None:
     launch(tries, 2, str(tmp_path / "said"))
-    raised, died, hung, well = json.loads((tmp_path / "said").read_text())
-    assert "rank 1: ValueError: no such mode" in raised  # rank 0 may say that it lost rank 1
-    assert "rank 1: " in died and "SIGKILL" in died
-    assert hung == "not done after 2 s"
-    assert well == [7, 8]
+    raised, died, hung, well, *later = json.loads((tmp_path / "said").read_text())
+    assert well == ["now 7", "now 8", "again 7", "again 8"]
+    for failures in ((raised, died, hung), later):
+        assert "rank 1: ValueError: no such mode" in failures[0]  # rank 0 may say that it lost rank 1
+        assert "rank 1: " in failures[1] and "SIGKILL" in failures[1]
+        assert failures[2] == "not done after 2 s"

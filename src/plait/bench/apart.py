@@ -1,22 +1,23 @@
 """Apart: work in processes beside the ranks' own, which cannot take these with it.
 
-    apart(trial, request, form, seconds=60.0)      trial(request, form) on one more process for each rank
+    far = Apart.start(open_up, request, form, seconds=60.0)     open_up(request, form) on one more process a rank
+    far.ask("seconds", 60.0)                                    what it returned, called there with "seconds"
+    far.stop()
 
 A launch that fails on a device ends every later one in its process, and a kernel that waits for ever
-takes the process along. So what may do that is tried in processes that form a group of their own, on
+takes the process along. So what may do that is done in processes that form a group of their own, on
 the same devices, while the ranks wait.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from plait.errors import RankError
 from plait.runtime.exits import describe
 from plait.runtime.processes import default_backend, die_with_parent
 
-LOOK = 0.2  # seconds between two looks at the processes
+LOOK = 0.2  # seconds between two looks at a process that works
 GRACE = 5.0  # seconds for the others to end by themselves once one has failed
+
+Answer = Callable[[str], Any]  # pickled on its way: plain values and arrays
 
 
 def told(value: Any) -> list[Any]:
@@ -37,53 +40,65 @@ def told(value: Any) -> list[Any]:
     return found
 
 
-def apart(work: Callable[..., Any], *args: Any, seconds: float) -> Any:
-    """What `work` returns on the first of the processes (JSON carries it); called on all ranks.
+@dataclass(frozen=True)
+class Apart:
+    """This rank's own of the processes. RankError, on all ranks: one of them raised, was killed, or was not
+    done in time; then all of them are stopped."""
 
-    RankError, on all ranks: one of them raised, was killed, or was not done after `seconds`.
-    """
-    rank = dist.get_rank()
-    address = told(_address() if rank == 0 else "")[0]
-    with TemporaryDirectory(prefix="plait-apart-") as folder:
-        out = Path(folder)
+    process: Any
+    pipe: Connection
+
+    @classmethod
+    def start(cls, open_up: Callable[..., Answer], *args: Any, seconds: float) -> Apart:
+        """Called on all ranks, and so is everything else."""
+        rank = dist.get_rank()
+        address = told(_address() if rank == 0 else "")[0]
+        here, there = get_context("spawn").Pipe()
         place = (rank, dist.get_world_size(), address, torch.get_num_threads())
-        process = get_context("spawn").Process(target=_child, args=(place, folder, work, args))
+        process = get_context("spawn").Process(target=_child, args=(place, there, open_up, args))
         process.start()
-        codes = _watched(process, time.monotonic() + seconds)
-        process.kill()  # one that waits for another, or does not end
-        process.join()
-        said = told((_words(codes[rank], out), _value(out)))
-    failed = [f"rank {r}: {words}" for r, (words, _) in enumerate(said) if words]
-    if failed:
-        raise RankError("; ".join(failed))
-    if None in codes:
-        raise RankError(f"not done after {seconds:.0f} s")
-    return said[0][1]
+        there.close()
+        made = cls(process, here)
+        made._answer(seconds)
+        return made
 
+    def ask(self, what: str, seconds: float) -> Any:
+        """What this rank's process answers."""
+        self.pipe.send(what)
+        return self._answer(seconds)
 
-def _watched(process: Any, end: float) -> list[int | None]:
-    """The exit codes of all, once all have ended or it is too late; None of those that run."""
-    while True:
-        states = told((process.exitcode, time.monotonic() > end))
-        codes = [code for code, _ in states]
-        if None not in codes or any(late for _, late in states):
-            return codes
-        if any(codes):
-            end = min(end, time.monotonic() + GRACE)
-        time.sleep(LOOK)
+    def stop(self) -> None:
+        self.process.kill()  # one that waits for another, or does not end
+        self.process.join()
+        self.pipe.close()
 
+    def _answer(self, seconds: float) -> Any:
+        """Once all have answered; all look at once, so that all come to the same end."""
+        end = time.monotonic() + seconds
+        state: tuple[Any, str] | None = None  # a value and, if it failed, words
+        while True:
+            state = state or self._look()
+            said = told((None if state is None else state[1], time.monotonic() > end))
+            failed = [f"rank {r}: {words}" for r, (words, _) in enumerate(said) if words]
+            answered = all(words is not None for words, _ in said)
+            if answered and not failed:
+                assert state is not None
+                return state[0]
+            if answered or any(late for _, late in said):
+                self.stop()
+                raise RankError("; ".join(failed) or f"not done after {seconds:.0f} s")
+            if failed:
+                end = min(end, time.monotonic() + GRACE)
 
-def _words(code: int | None, out: Path) -> str:
-    """How it ended by itself, if not well."""
-    if not code:
-        return ""
-    error = out / "error"
-    return error.read_text() if error.exists() else describe(-code if code < 0 else code << 8)
-
-
-def _value(out: Path) -> Any:
-    value = out / "value"
-    return json.loads(value.read_text()) if value.exists() else None
+    def _look(self) -> tuple[Any, str] | None:
+        if not wait([self.pipe], LOOK):
+            return None
+        try:
+            return self.pipe.recv()  # type: ignore[no-any-return]
+        except (EOFError, ConnectionError):
+            self.process.join()
+            code = self.process.exitcode
+            return None, describe(-code if code < 0 else code << 8)
 
 
 def _address() -> str:
@@ -94,17 +109,18 @@ def _address() -> str:
         return f"tcp://{host}:{found.getsockname()[1]}"
 
 
-def _child(place: tuple[int, int, str, int], folder: str, work: Callable[..., Any], args: Any) -> None:
+def _child(place: tuple[int, int, str, int], pipe: Connection, open_up: Callable[..., Answer], args: Any) -> None:
     die_with_parent()
     rank, ranks, address, threads = place
-    out = Path(folder)
     torch.set_num_threads(threads)
     try:
         dist.init_process_group(default_backend(), init_method=address, rank=rank, world_size=ranks)
-        value = work(*args)
+        answer = open_up(*args)
+        pipe.send((None, ""))
+        while True:
+            pipe.send((answer(pipe.recv()), ""))
+    except EOFError:  # nobody asks any more
+        os._exit(0)
     except Exception as error:
-        (out / "error").write_text(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        pipe.send((None, f"{type(error).__name__}: {error}".splitlines()[0][:200]))
         os._exit(1)  # whatever the device still does
-    (out / "value").write_text(json.dumps(value))
-    dist.barrier()
-    os._exit(0)

@@ -5,9 +5,9 @@
     DTensor, async      the same, its matmuls and transfers interleaved by Inductor (CUDA only)
 
 Each is tried by torch.compile in every mode that runs here, as long as there is time for it, in
-processes of its own (apart.py): a mode whose kernels fail is left out, and said. The fastest mode is
-compiled once more, timed with the other rows, and its name is printed. These plans are written for
-the model that `--shape` builds.
+processes of its own (apart.py): a mode whose kernels fail is left out, and said. Those of the fastest
+mode of each form stay, and its step is timed there, in turn with the other rows, behind one that is
+not counted. These plans are written for the model that `--shape` builds.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from plait.bench.apart import told
-from plait.bench.rows import Call, Row, clear
+from plait.bench.apart import Answer, Apart, told
+from plait.bench.rows import Call, Row, clear, main_output
 from plait.errors import RankError
-from plait.runtime.sampler import Sampler, clock
+from plait.runtime.sampler import clock
 
 MODES = {"cuda": ("reduce-overhead", "default", "max-autotune"), "cpu": ("default",)}
 AUTOTUNED = 5.0  # how many times longer than another mode it compiles
 COMPILED = 128  # programs of one class that torch may keep
 TRIAL = 5  # samples by which the modes of a form are compared
+PATIENCE = 60.0  # seconds for one step
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,22 @@ FORMS = (
 )
 
 
-Try = Callable[[Form, str, float], float]  # seconds of a step in this mode, found within so many
+@dataclass(frozen=True)
+class Setting:
+    """A form in one mode, in processes of its own, and what its step took there."""
+
+    mode: str
+    far: Apart
+    trial: float
+
+    def __call__(self) -> Any:
+        return torch.from_numpy(self.far.ask("output", PATIENCE))
+
+    def seconds(self) -> float:
+        return float(self.far.ask("seconds", PATIENCE))
+
+
+Open = Callable[[Form, str, float], Apart]  # a form in a mode, within so many seconds
 
 
 @dataclass
@@ -71,21 +87,29 @@ class Peers:
     left_out: list[str] = field(default_factory=list)  # for lack of time, or because they failed
     _spent: float = 0.0
     _longest: dict[str, float] = field(default_factory=dict)  # mode -> seconds of its longest trial
+    _kept: dict[Form, Setting] = field(default_factory=dict)
 
-    def rows(
-        self, attempt: Try, build: Callable[[], nn.Module], call: Call
-    ) -> Iterator[tuple[Row, nn.Module]]:
-        """The best setting of every form; `build` makes the whole model anew."""
-        found: dict[Form, dict[str, float]] = {}
+    def rows(self, begin: Open) -> Iterator[Row]:
+        """The best setting of every form; those of an earlier size are stopped."""
+        self.stop()
+        tried: dict[Form, list[str]] = {}
         for form, mode in self._order():
-            if (seconds := self._try(attempt, form, mode)) is not None:
-                found.setdefault(form, {})[mode] = seconds
-        for form, modes in found.items():
-            best = min(modes, key=modes.__getitem__)
-            self.won[form.name] = best
-            tried = ", ".join(f"{mode} {seconds * 1e3:.3f} ms" for mode, seconds in modes.items())
-            step, module = compiled(form, best, self.device, build, call)
-            yield Row(form.name, "peer", step, note=f"{best} (tried {tried})"), module
+            made = self._try(begin, form, mode)
+            if made is None:
+                continue
+            tried.setdefault(form, []).append(f"{mode} {made.trial * 1e3:.3f} ms")
+            best = self._kept.get(form)
+            if best is None or made.trial < best.trial:
+                self._kept[form], made = made, best
+            if made is not None:
+                made.far.stop()
+        for form, best in self._kept.items():
+            self.won[form.name] = best.mode
+            yield Row(form.name, "peer", best, note=f"{best.mode} (tried {', '.join(tried[form])})")
+
+    def stop(self) -> None:
+        while self._kept:
+            self._kept.popitem()[1].far.stop()
 
     def _order(self) -> list[tuple[Form, str]]:
         """The modes that won before, then the quick ones of every form, the slow ones last."""
@@ -95,18 +119,20 @@ class Peers:
         pairs = [(form, mode) for mode in MODES[kind] for form in forms]
         return sorted(pairs, key=lambda p: self.won.get(p[0].name) != p[1])
 
-    def _try(self, attempt: Try, form: Form, mode: str) -> float | None:
+    def _try(self, begin: Open, form: Form, mode: str) -> Setting | None:
         if not self._fits(mode):
             self.left_out.append(f"{form.name} {mode}: no time left")
             return None
-        begin = time.monotonic()
+        start = time.monotonic()
         try:
-            return attempt(form, mode, told(self.seconds - self._spent)[0])
+            far = begin(form, mode, told(self.seconds - self._spent)[0])
+            mine = median(far.ask("seconds", PATIENCE) for _ in range(TRIAL))
+            return Setting(mode, far, max(told(mine)))
         except RankError as error:  # a peer that fails is left out, and said
             self.left_out.append(f"{form.name} {mode}: {error}")
             return None
         finally:
-            took = time.monotonic() - begin
+            took = time.monotonic() - start
             self._spent += took
             self._longest[mode] = max(took, self._longest.get(mode, 0.0))
 
@@ -119,11 +145,25 @@ class Peers:
         return bool(told(self._spent + expected <= self.seconds)[0])
 
 
-def trial(form: Form, mode: str, device: torch.device, build: Callable[[], nn.Module], call: Call) -> float:
-    """Seconds of a step, the median of a few of the slowest rank."""
+def answering(form: Form, mode: str, device: torch.device, build: Callable[[], nn.Module], call: Call) -> Answer:
+    """In a process of its own: the step compiled and warm, and what is asked of it."""
     step, module = compiled(form, mode, device, build, call)
-    (times,) = Sampler(clock(device), 2, TRIAL).run([step], lambda: clear(module))
-    return median(times)
+    timer = clock(device)
+    clear(module)
+    timer.prepare([step])
+
+    def seconds() -> float:
+        for _ in range(2):  # the first for the caches, which hold another process's data
+            clear(module)
+            found = timer.seconds(step)
+        return found
+
+    def output() -> Any:
+        clear(module)
+        return main_output(step()).cpu().numpy()
+
+    asked = {"seconds": seconds, "output": output}
+    return lambda what: asked[what]()
 
 
 def compiled(

@@ -78,6 +78,11 @@ def tensors(out: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+def main_output(out: Any) -> Tensor:
+    """The largest floating tensor of what a step returns."""
+    return max(tensors(out), key=lambda x: x.numel()).detach().float()
+
+
 @dataclass(frozen=True)
 class Subject:
     """The compiled models, and what makes other programs of them."""

@@ -18,11 +18,11 @@ from torch import nn
 
 from plait import models
 from plait.bench import report, shapes
-from plait.bench.apart import apart
+from plait.bench.apart import Answer, Apart
 from plait.bench.figures import Timed, figures
-from plait.bench.peers import Form, Peers, trial
+from plait.bench.peers import Form, Peers, answering
 from plait.bench.report import Run
-from plait.bench.rows import Call, Row, Subject, alone, clear, tensors
+from plait.bench.rows import Call, Row, Subject, alone, clear, main_output
 from plait.cluster import Cluster
 from plait.report.tables import show
 from plait.runtime.sampler import Sampler, clock
@@ -133,19 +133,18 @@ def sit(request: Request, bed: Bed, tokens: int, peers: Peers | None) -> Iterato
     if peers is not None:
         peers.left_out.clear()
 
-        def attempt(form: Form, mode: str, seconds: float) -> float:
-            return apart(_trial, request, tokens, form, mode, seconds=seconds)  # type: ignore[no-any-return]
+        def opened(form: Form, mode: str, seconds: float) -> Apart:
+            return Apart.start(_peer, request, tokens, form, mode, seconds=seconds)
 
-        for row, held in peers.rows(attempt, lambda: _example(request, bed, tokens).model, call):
-            rows.append(row)
-            modules.append(held)
+        rows += peers.rows(opened)
         yield run()
+        peers.stop()
 
 
-def _trial(request: Request, tokens: int, form: Form, mode: str) -> float:
+def _peer(request: Request, tokens: int, form: Form, mode: str) -> Answer:
     bed = Bed.of(request)
     call = Call(_example(request, bed, tokens), request.train)
-    return trial(form, mode, bed.device, lambda: _example(request, bed, tokens).model, call)
+    return answering(form, mode, bed.device, lambda: _example(request, bed, tokens).model, call)
 
 
 def measure(
@@ -162,9 +161,10 @@ def measure(
     for row in rows:
         fresh()
         try:
-            got = _output(row)
+            got = main_output(row.step())
         except Exception as cause:
             raise RuntimeError(f"the row {row.name!r} ended with {type(cause).__name__}: {cause}") from cause
+        got = got.to(bed.device)
         if want is None:
             want = got
         finite = bool(got.isfinite().all())
@@ -175,11 +175,6 @@ def measure(
     times = sampler.run([row.step for row in rows], fresh)
     for row, error, samples in zip(rows, errors, times, strict=True):
         yield Timed(row.name, row.kind, tuple(samples), row.predicted, error, row.note)
-
-
-def _output(row: Row) -> torch.Tensor:
-    """The largest floating tensor of what a step returns."""
-    return max(tensors(row.step()), key=lambda x: x.numel()).detach().float()
 
 
 def _example(request: Request, bed: Bed, tokens: int) -> models.Example:

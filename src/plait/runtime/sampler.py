@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,15 @@ import torch.distributed as dist
 Step = Callable[[], object]
 LONGEST = 0.1  # seconds that a device sleeps at most before a sample
 CYCLES = 1.9e9  # a second, of the device's sleep
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """A step that runs in another process, and is timed there, as a sample here is."""
+
+    def __call__(self) -> object: ...
+
+    def seconds(self) -> float: ...
 
 
 class Clock(Protocol):
@@ -100,16 +109,19 @@ class Sampler:
             clear()
             step()
         clear()
-        self.clock.prepare(steps)
+        self.clock.prepare([step for step in steps if not isinstance(step, Elsewhere)])
         count = len(steps)
         times = [[0.0] * self.samples for _ in steps]
         for turn in range(self.samples):
             for k in range(count):
                 which = (turn + k) % count  # no row always follows the same one
                 clear()
-                times[which][turn] = self.clock.seconds(steps[which])
+                times[which][turn] = self._sample(steps[which])
         flat = self.clock.slowest([t for row in times for t in row])
         return [flat[i * self.samples : (i + 1) * self.samples] for i in range(count)]
+
+    def _sample(self, step: Step) -> float:
+        return step.seconds() if isinstance(step, Elsewhere) else self.clock.seconds(step)
 
 
 CLOCKS: dict[str, Callable[[torch.device, dist.ProcessGroup | None], Clock]] = {
