@@ -25,7 +25,7 @@ from plait.errors import InputError
 from plait.models import Example
 from plait.passes.overlap.choose import choose
 from plait.passes.overlap.timeline import Machine
-from plait.plan import direct, overlaps, planner
+from plait.plan import overlaps, planner, rival
 from plait.plan.plan import Plan
 from plait.plan.planner import Planned
 from plait.runtime.compiled import Compiled
@@ -112,8 +112,7 @@ class Subject:
             elif (planned := make()) is not None:
                 yield self.row(name, kind, planned, note or _how(planned))
         overlapped = self.compiled._programs.first.planned
-        moved = overlapped.chosen or direct.routes(overlapped.plan.overlaps)
-        if moved and OWN_FLOOR not in without:
+        if rival.overlapped(overlapped.plan) and OWN_FLOOR not in without:
             yield replace(self.row(OWN_FLOOR, "floor", overlapped, IDLE, self.compiled), predicted=None)
 
     def _programs(self, chunks: Sequence[int]) -> Iterator[tuple[str, Kind, Make, str]]:

@@ -43,11 +43,12 @@ def defer(graph: fx.Graph, weights: Collection[str]) -> dict[str, Late]:
         if alone.issuperset(sources):
             alone.add(node)
         else:
-            modules[f"late_{node.name}"] = _replace(graph, node, queue, alone)
+            modules[f"late_{node.name}"] = postpone(graph, node, queue, alone)
     return modules
 
 
-def _replace(graph: fx.Graph, node: fx.Node, queue: fx.Node, alone: set[fx.Node]) -> Late:
+def postpone(graph: fx.Graph, node: fx.Node, queue: fx.Node, alone: Collection[fx.Node]) -> Late:
+    """The module that stands for `node` now; `alone`: weights, and what is made of these alone."""
     flat, _ = pytree.tree_flatten((node.args, node.kwargs))
     which = tuple(i for i, x in enumerate(flat) if x in alone)
     with graph.inserting_before(node):
@@ -106,10 +107,11 @@ class Late(nn.Module):
         super().__init__()
         self.target, self.which = target, tuple(which)
 
-    def forward(self, queue: Queue, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, queue: Queue | None, *args: Any, **kwargs: Any) -> Any:
+        """Without a queue it is the operator as it was."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         weights = {i: flat[i] for i in self.which if flat[i].requires_grad}
-        if not torch.is_grad_enabled() or not weights:
+        if queue is None or not torch.is_grad_enabled() or not weights:
             return self.target(*args, **kwargs)
         data = {i: x for i, x in enumerate(flat) if isinstance(x, Tensor) and i not in weights}
         call = _Call(queue, self.target, flat, spec, weights, tuple(data))

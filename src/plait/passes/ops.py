@@ -82,7 +82,10 @@ def packed_linear(
         shifts: Sequence[Tensor | None] = biases or [None] * len(weights)
         pairs = zip(weights, shifts, strict=True)
         return tuple(torch.nn.functional.linear(x, w, b) for w, b in pairs)
-    return _Packed.apply(x, weight, bias, len(weights), *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    sizes, reached = [w.shape[0] for w in weights], list[int]()
+    every = _Joined.apply(weight, reached, *weights)  # type: ignore[no-untyped-call]
+    shift = _Joined.apply(bias, reached, *biases) if biases else None  # type: ignore[no-untyped-call]
+    return _Apart.apply(torch.nn.functional.linear(x, every, shift), sizes, reached)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
@@ -99,42 +102,41 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((sum(p.shape[0] for p in parts), *first.shape[1:]), first.stride())
 
 
-class _Packed(torch.autograd.Function):
-    """What no loss reaches has no gradient, as with matmuls of their own: not zeros.
-
-    `weight`, `bias`: the `joined` rows of the `count` weights, and of their biases, which come last.
-    """
+class _Joined(torch.autograd.Function):
+    """Rows of several as one tensor over their memory. Of those that are not `reached` there is no gradient, as
+    with matmuls of their own: not zeros."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, count: int, *rows: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, every: Tensor, reached: list[int], *parts: Tensor) -> Tensor:
+        ctx.reached, ctx.sizes = reached, [p.shape[0] for p in parts]
+        return every.view_as(every)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows = grad.split(ctx.sizes)
+        return None, None, *(g if i in ctx.reached else None for i, g in enumerate(rows))
+
+
+class _Apart(torch.autograd.Function):
+    """The columns of each; on the way back it notes which of them are `reached` by the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, every: Tensor, sizes: list[int], reached: list[int]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.biased, ctx.sizes = bias is not None, [w.shape[0] for w in rows[:count]]
-        every = torch.nn.functional.linear(x, weight, bias)
-        return every.split(ctx.sizes, -1)  # type: ignore[no-any-return]
+        ctx.sizes, ctx.reached, ctx.like = sizes, reached, (every.shape[:-1], every.dtype, every.device)
+        return every.split(sizes, -1)  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        reached = [i for i, g in enumerate(grads) if g is not None]
-        together = len(reached) == len(grads)
-        to_x: Tensor | None = None
-        to_weights, to_biases = [None] * len(grads), [None] * len(grads)
-        for group in [reached] if together else [[i] for i in reached]:
-            sizes = [ctx.sizes[i] for i in group]
-            grad = torch.cat([grads[i] for i in group], -1)  # type: ignore[misc]
-            if ctx.needs_input_grad[0]:
-                term = grad @ (weight if together else weight.split(ctx.sizes)[group[0]])
-                to_x = term if to_x is None else to_x + term
-            flat = grad.reshape(-1, grad.shape[-1])
-            of_weights = (flat.T @ x.reshape(-1, x.shape[-1])).split(sizes)
-            of_biases = flat.sum(0).split(sizes) if ctx.biased else [None] * len(group)
-            for i, w, b in zip(group, of_weights, of_biases, strict=True):
-                to_weights[i], to_biases[i] = w, b
-        return to_x, None, None, None, *to_weights, *(to_biases if ctx.biased else [])
+        ctx.reached[:] = [i for i, g in enumerate(grads) if g is not None]
+        if not ctx.reached:
+            return None, None, None
+        shape, dtype, device = ctx.like
+        pairs = zip(grads, ctx.sizes, strict=True)
+        whole = [torch.zeros(*shape, n, dtype=dtype, device=device) if g is None else g for g, n in pairs]
+        return torch.cat(whole, -1), None, None
 
 
 def causal_attention(

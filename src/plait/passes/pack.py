@@ -108,7 +108,7 @@ def _merge(
     first = min(matmuls, key=order.__getitem__)
     rows = [[a for a in m.args[1:] if isinstance(a, fx.Node)] for m in matmuls]
     for node in (n for row in rows for n in row):
-        _hoist(node, first, order)
+        hoist(node, first, order)
     columns = [list(column) for column in zip(*rows, strict=True)]
     with graph.inserting_before(first):
         every = graph.call_function(ops.packed_linear, (x, *columns))
@@ -122,9 +122,9 @@ def _merge(
         yield tuple(str(_known(node, names)) for node in column)
 
 
-def _hoist(node: fx.Node, before: fx.Node, order: Mapping[fx.Node, int]) -> None:
-    """A weight's identity, whose dual sums its gradients, where it stands too late."""
+def hoist(node: fx.Node, before: fx.Node, order: Mapping[fx.Node, int]) -> None:
+    """Move a weight's identity, whose dual sums its gradients, up to `before`, where it stands too late."""
     if order[node] > order[before]:
         for needed in node.all_input_nodes:
-            _hoist(needed, before, order)
+            hoist(needed, before, order)
         before.prepend(node)

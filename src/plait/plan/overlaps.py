@@ -17,7 +17,7 @@ from plait.passes.overlap.flow import Edge, Flow
 from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.timeline import Machine
 from plait.passes.partition import Local
-from plait.plan import direct
+from plait.plan import direct, owed
 from plait.plan.plan import Overlapped, Plan
 
 
@@ -63,7 +63,7 @@ def decide(
 
 def again(flow: Flow, plan: Plan) -> dict[Region, Form]:
     """The regions that a plan cuts, in the same program."""
-    forms = {o.region: Form.parse(o.form) for o in plan.overlaps if o.form != "whole" and not direct.direct(o.form)}
+    forms = {o.region: Form.parse(o.form) for o in plan.overlaps if _in_chunks(o.form)}
     if not forms:
         return {}
     known = {r.name: r for r in regions(flow, plan.tp)}
@@ -71,6 +71,10 @@ def again(flow: Flow, plan: Plan) -> dict[Region, Form]:
     if lost:
         raise PlanError(f"the plan cuts regions that this program has not: {', '.join(lost)}")
     return {known[name]: known[name].form(form) for name, form in forms.items()}
+
+
+def _in_chunks(form: str) -> bool:
+    return form not in ("whole", owed.LATE) and not direct.direct(form)
 
 
 def instead(region: str) -> str:

@@ -72,6 +72,10 @@ class Overlapped:
     def of(cls, data: Mapping[str, Any]) -> Overlapped:
         return cls(**{**data, "sites": tuple(data["sites"])})
 
+    def moves(self, name: str) -> bool:
+        """Whether a collective is one of its: `sites` say those of both directions, or of one (`move_3.backward`)."""
+        return name in self.sites or name.removesuffix(".backward") in self.sites
+
     def __str__(self) -> str:
         why = f"; {self.reason}" if self.reason else ""
         return (

@@ -26,7 +26,7 @@ from plait.passes.partition import Local, Share, Site, partition
 from plait.passes.pipeline import Borders
 from plait.passes.rings import find
 from plait.passes.rings import fixed as fixed_sizes
-from plait.plan import direct, overlaps, packing
+from plait.plan import direct, overlaps, owed, packing
 from plait.plan import work as works
 from plait.plan.direct import Peers
 from plait.plan.kept import kept
@@ -284,6 +284,8 @@ def _planned(laid: Laid, options: Options) -> Planned:
     chosen: dict[Region, Form] = {}
     if not listed:
         chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
+        if options.overlap == "auto" and not chosen:
+            listed += owed.weigh(program, first, {p.name: p.seconds for p in placed}, machine)
     saved = sum(o.whole - o.seconds for o in listed) + sum(p.gain for p in packed)
     choices = laid.problem.choices.values()
     alone = sum(laid.prices.node(c, 0) for c in choices if not c.weight)

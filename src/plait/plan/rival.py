@@ -61,7 +61,7 @@ def _whole(plan: Plan, o: Overlapped, others: Set[str]) -> Overlapped:
     """`others`: reasons that are none where no region is cut."""
     if o.form == WHOLE:
         return replace(o, reason="") if o.reason in others else o
-    moves = sum(p.seconds for p in plan.collectives if p.name.removesuffix(".backward") in o.sites)
+    moves = sum(p.seconds for p in plan.collectives if o.moves(p.name))
     return replace(o, form=WHOLE, seconds=o.whole, exposed=moves)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import groupby
 
+from plait.plan.owed import LATE
 from plait.plan.plan import Placed, Plan
 
 
@@ -67,8 +68,11 @@ def _collectives(plan: Plan) -> list[str]:
 
 def _regions(plan: Plan) -> list[str]:
     """What can run in chunks, in what chunks it does, and why not where it does not."""
-    cut = sum(o.form != "whole" for o in plan.overlaps)
-    lines = [f"regions: {cut} of {len(plan.overlaps)} in chunks"] if plan.overlaps else []
+    regions = [o for o in plan.overlaps if o.form != LATE]
+    cut = sum(o.form != "whole" for o in regions)
+    lines = [f"regions: {cut} of {len(regions)} in chunks"] if regions else []
+    late = len(plan.overlaps) - len(regions)
+    lines += [f"moves of gradients beside gradients of weights: {late}"] if late else []
     staged = plan.staged
     if staged is None:
         return lines + [f"  {o}" for o in plan.overlaps]
@@ -83,12 +87,12 @@ def _regions(plan: Plan) -> list[str]:
 
 def _beside(plan: Plan, placed: Placed) -> str:
     """What a collective runs beside, or why beside nothing."""
-    site = placed.name.removesuffix(".backward")
-    found = [o for o in plan.overlaps if site in o.sites]
+    found = [o for o in plan.overlaps if o.moves(placed.name)]
     cut = next((o for o in found if o.form != "whole"), None)
     if cut is not None:
+        how = "" if cut.form == LATE else f" in {cut.form}"
         return (
-            f"overlapped with {cut.region} in {cut.form}, {cut.nodes} operators, predicted exposed "
+            f"overlapped with {cut.region}{how}, {cut.nodes} operators, predicted exposed "
             f"{_time(cut.exposed)} of the region's {_time(cut.seconds)}"
         ) + (f" ({cut.reason})" if cut.reason else "")
     if found:

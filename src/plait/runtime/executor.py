@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 
 from plait.passes import rings
 from plait.passes.grouped import group
+from plait.passes.meanwhile import pay
 from plait.passes.partition import Local
+from plait.plan import owed
 from plait.plan.direct import routes
 from plait.plan.planner import Planned
 from plait.program import Program
@@ -159,6 +161,7 @@ def executable(
     algorithms = {p.name: p.algorithm for p in planned.plan.collectives}
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
     root |= direct
+    root |= pay(local, owed.sites(planned.plan.overlaps))
     alone = _fresh(local.graph)
     beside = Beside.of(transport, device) if any(s.of for s in local.sites.values()) else None
     root |= modules(local.sites, beside or transport, algorithms, alone if beside is None else ())

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from plait.passes.late import Queue
 from plait.passes.partition import Site
 from plait.rules.moves import Cut, Step
 from plait.runtime.transport import Begun, MoveModule, Transport
@@ -180,10 +181,12 @@ class _Trip:
 
 @dataclass(frozen=True)
 class Underway:
-    """A value on its way. `token` is empty; it ties the halves together for autograd."""
+    """A value on its way. `token` is empty; it ties the halves together for autograd. `queue`: of matmuls that
+    read the value, what their weights are owed (passes/meanwhile.py)."""
 
     token: Tensor | None
     trip: _Trip
+    queue: Queue | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""Gradients of weights beside the moves of gradients: the same gradients, in whatever way they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import plait
+from plait.passes.meanwhile import Pay
+from plait.plan import overlaps, owed, packing
+from plait.plan.plan import Plan
+from tests import zoo
+from tests.cases import Setup
+from tests.compare import EXACT, demand, differences, gradients, within
+from tests.gloo.harness import Pool
+from tests.gloo.prove import free
+
+
+@contextmanager
+def wherever() -> Iterator[None]:
+    """It is taken wherever it can be, on devices that lose nothing by it."""
+    with patch.dict(overlaps._LOSES, loopback=0.0), patch.object(owed, "NOISE", float("-inf")):
+        yield
+
+
+def late(compiled: plait.Compiled) -> int:
+    return sum(isinstance(m, Pay) for m in compiled._programs.first.module.modules())
+
+
+def trained(group: Any, name: str, n: int, pack: bool) -> None:
+    model, args, kwargs = zoo.build(name)
+    setup = Setup(model, args, kwargs).to(torch.float64)
+    options: dict[str, Any] = dict(
+        tp=n, group=group, training=True, device="cpu", cluster=free(n), measure=False
+    )
+    cost = 0.0 if pack else float("inf")
+    with wherever(), patch.object(packing.Clock, "together", lambda *_: cost):
+        made = plait.compile(setup.model, setup.args, setup.kwargs, **options)
+    assert late(made) == len(owed.sites(made.plan.overlaps)) > 0 and bool(made.plan.packed) == pack
+    assert "beside gradients of weights" in made.explain()
+    again = plait.compile(
+        setup.model, setup.args, setup.kwargs, plan=Plan.from_json(made.plan.to_json()), **options
+    )
+    assert late(again) == late(made)
+    off = plait.compile(setup.model, setup.args, setup.kwargs, overlap="off", **options)
+    assert not late(off)
+    setup.loss(setup.model(*setup.args, **setup.kwargs)).backward()
+    want, close = gradients(setup.model), within(dtype=torch.float32)
+    for each in (made, again):
+        for times in (1, 2):  # they add up
+            setup.loss(each(*setup.args, **setup.kwargs)).backward()
+            have = {k: None if g is None else g / times for k, g in each.gradients().items()}
+            demand(differences(have, want, "gradients", close), about=name)
+    mine = dict(made.named_parameters())
+    loss = setup.loss(made(*setup.args, **setup.kwargs))
+    asked = [p for p in mine.values() if p.requires_grad and p.numel()]
+    found = torch.autograd.grad(loss, asked, allow_unused=True)
+    kept = [None if p.grad is None else p.grad / 2 for p in asked]
+    demand(differences(list(found), kept, "asked for", close), about=name)
+    with torch.no_grad():
+        out = made(*setup.args, **setup.kwargs)
+    demand(differences(out, off(*setup.args, **setup.kwargs), "without gradients", EXACT), about=name)
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "pack"),
+    [
+        ("qwen2", 3, True),
+        ("t5", 2, False),
+        *(pytest.param(name, n, True, marks=FULL) for name in ("llama", "vit") for n in (2, 3)),
+        *(pytest.param(name, n, False, marks=FULL) for name in ("gpt2", "bert", "mixtral", "qwen2") for n in (2, 3)),
+    ],
+)
+def test_training(pool: Pool, name: str, n: int, pack: bool) -> None:
+    pool.run(trained, n, name, n, pack)
