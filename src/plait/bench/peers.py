@@ -79,19 +79,23 @@ Open = Callable[[Form, str, float], Apart]  # a form in a mode, within so many s
 
 @dataclass
 class Peers:
-    """`seconds` is what all trials may take together; none is begun that would not fit."""
+    """`seconds` is what all trials may take together, as much for each of `sizes`; none is begun that would not
+    fit."""
 
     device: torch.device
     seconds: float
+    sizes: int = 1
     won: dict[str, str] = field(default_factory=dict)  # form -> the mode that won last
     left_out: list[str] = field(default_factory=list)  # for lack of time, or because they failed
     _spent: float = 0.0
     _longest: dict[str, float] = field(default_factory=dict)  # mode -> seconds of its longest trial
     _kept: dict[Form, Setting] = field(default_factory=dict)
+    _until: float = 0.0  # of the seconds, at this size
 
     def rows(self, begin: Open) -> Iterator[Row]:
         """The best setting of every form; those of an earlier size are stopped."""
         self.stop()
+        self._until += self.seconds / self.sizes
         tried: dict[Form, list[str]] = {}
         for form, mode in self._order():
             made = self._try(begin, form, mode)
@@ -125,7 +129,7 @@ class Peers:
             return None
         start = time.monotonic()
         try:
-            far = begin(form, mode, told(self.seconds - self._spent)[0])
+            far = begin(form, mode, told(self._until - self._spent)[0])
             mine = median(far.ask("seconds", PATIENCE) for _ in range(TRIAL))
             return Setting(mode, far, max(told(mine)))
         except RankError as error:  # a peer that fails is left out, and said
@@ -142,7 +146,7 @@ class Peers:
         if expected is None:
             slow = AUTOTUNED if mode == "max-autotune" else 1.0
             expected = slow * max(self._longest.values(), default=0.0)
-        return bool(told(self._spent + expected <= self.seconds)[0])
+        return bool(told(self._spent + expected <= self._until)[0])
 
 
 def answering(form: Form, mode: str, device: torch.device, build: Callable[[], nn.Module], call: Call) -> Answer:

@@ -91,7 +91,7 @@ def bench(request: Request) -> None:
     """Every size in turn, each written when it is known; exit code 1 where a row's output is wrong."""
     warnings.filterwarnings("ignore")  # torch's own, about torch's own
     bed = Bed.of(request)
-    peers = Peers(bed.device, request.peer_seconds) if request.against else None
+    peers = Peers(bed.device, request.peer_seconds, len(request.tokens)) if request.against else None
     runs: list[Run] = []
     for tokens in request.tokens:
         for run in sit(request, bed, tokens, peers):
