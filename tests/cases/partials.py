@@ -37,6 +37,12 @@ def partial_minus_its_mean() -> Setup:
     return after(lambda s, r, x: (r - r.mean(-1, keepdim=True)) * 3 - r.mean())
 
 
+@case("tp2 tp3 pp2 pp2/3")
+def number_of_a_sum() -> Setup:
+    """`item()` reads a value: that of the whole sum, before or after the ranks or the stages are done with it."""
+    return after(lambda s, r, x: s.last(r * x.sum().item() + r.abs().sum().item() + r), last=linear(8, 6))
+
+
 @case("tp2 tp3")
 def sums_of_two_blocks() -> Setup:
     """A parallel block: both sums and the residual meet in one addition."""

@@ -7,6 +7,7 @@ back the same way. So a pipeline computes, operator by operator, what one proces
     weights, inputs, constants   on every stage that reads them, never sent
     moves of weights             with the weights: each stage's group makes its own
     light values                 made from these alone, for less than sending costs: made again
+    numbers                      read again from the tensor that holds them, which is sent
     everything else              a `Wire` from the stage that makes it to each that reads it
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from plait.passes.partition import Local
@@ -69,13 +71,14 @@ class Borders:
 
 
 def stage_of(local: Local, borders: Borders, program: fx.Graph) -> dict[fx.Node, int]:
-    """The stage of every call in the local graph, but for light ones and moves of weights: they have
-    none.
+    """The stage of every call in the local graph, but for light ones, numbers and moves of weights: they
+    have none.
 
     A node runs where that one of the program does for which it was made: regions in chunks are not in
     the program's order.
     """
     places, origin = borders.places(program), local.origins
+    numbers = {n.name for n in program.nodes if isinstance(n.meta.get("val"), NUMBERS)}
     shares = {share.weight.node for share in local.shares}
     held = {n for n in local.graph.nodes if n.op == "placeholder" and n.name in shares}
     out: dict[fx.Node, int] = {}
@@ -84,6 +87,8 @@ def stage_of(local: Local, borders: Borders, program: fx.Graph) -> dict[fx.Node,
             held.add(node)
             continue
         if node.op not in ("call_function", "call_module", "output"):
+            continue
+        if node.op == "call_function" and origin[at] in numbers:
             continue
         if node.target is getitem and node.args[0] in out:
             out[node] = out[node.args[0]]
@@ -180,3 +185,4 @@ class _Builder:
 
 
 _SEED = "plait_seed"
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -17,6 +17,9 @@ from plait.passes.partition import Local, Site
 from plait.rules.moves import count
 
 
+READ = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+
+
 @dataclass(frozen=True)
 class Spec:
     shape: tuple[int, ...]
@@ -75,6 +78,8 @@ def _value(node: fx.Node, local: Local, env: dict[fx.Node, Any], feed: Mapping[s
             return x if half == "wait" else _moved(x, local.sites[name], local.rank)
         case "output":
             return None
+    if node.target in READ:
+        return 1  # any number will do: no size depends on it
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}

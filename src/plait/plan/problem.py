@@ -119,7 +119,7 @@ def build(program: Program, d: Description, n: int) -> Problem:
                 node,
                 tuple(strategies(access, near, grad)),
                 access.results,
-                _dtypes(node),
+                _dtypes(node) if access.results else (),
                 grad,
                 access,
             )

@@ -74,6 +74,9 @@ class Access:
 
 Rule = Callable[["Describer", fx.Node], Access]
 
+aten = torch.ops.aten
+SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
+
 
 @dataclass
 class Description:
@@ -168,7 +171,7 @@ class Describer:
             if isinstance(node.meta.get("val"), torch.Tensor):
                 self.dims[node] = (self.fresh_dims(node),)
             return
-        if node.op != "call_function" or not _tensors(node):
+        if node.op != "call_function" or not (_tensors(node) or self._reads_values(node)):
             return
         rule = self.table.get(node.target)
         access = rule(self, node) if rule else self.whole(node, f"no equation for {node.target}")
@@ -183,6 +186,10 @@ class Describer:
         letters = [Letter(f, "whole", reason) for o in operands for f in o.dims]
         letters += [Letter(f, "whole", reason) for dims in results for f in dims]
         return Access(operands, results, tuple(letters), reason=reason)
+
+    def _reads_values(self, node: fx.Node) -> bool:
+        """A number made of what a tensor holds (`x.item()`), not of its sizes: it is that of the whole tensor."""
+        return node.target not in SIZES and any(n in self.dims for n in node.all_input_nodes)
 
     def _verify(self, node: fx.Node, access: Access) -> None:
         for i, dims in enumerate(access.results):
