@@ -25,7 +25,7 @@ from plait.plan import joint, overlaps, planner, staged
 from plait.plan.plan import Plan
 from plait.runtime.agree import Agreement
 from plait.runtime.compiled import Compiled
-from plait.runtime.processes import members
+from plait.runtime.processes import beside, members
 from plait.runtime.staging import Seat, Staging
 
 
@@ -71,7 +71,7 @@ def compile(
     """
     check(locals())
     group, ranks = members(group)
-    machine = Cluster.of(cluster, measured=measure)
+    machine = Cluster.of(cluster, measured=measure, processes=beside(ranks))
     meshes = Mesh.fitting(tp, _stages(pp, overlap, machine), dp, ranks)
     where = device_of(model, device, group)
     agreement = Agreement(group, where)

@@ -291,17 +291,21 @@ def test_ranks_that_pass_other_inputs_raise(pool: Pool, what: str) -> None:
     assert words in told[0]
 
 
-def too_large(group: Any) -> None:
+def too_large(group: Any, memory: int, mesh: dict[str, int]) -> None:
     """Only rank 0 plans."""
     machine = plait.Cluster.of("loopback[2]")
-    small = replace(machine, device=replace(machine.device, memory=1))
-    plait.compile(torch.nn.Linear(8, 8), (torch.ones(2, 8),), group=group, cluster=small)
+    small = replace(machine, device=replace(machine.device, memory=memory))
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    plait.compile(model, (torch.ones(2, 64),), group=group, cluster=small, **mesh)
 
 
-def test_a_mistake_that_the_planner_finds_is_everybodys(pool: Pool) -> None:
-    failures = pool.errors(too_large, 2)
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+def test_what_does_not_fit_is_said_on_every_rank(pool: Pool, mesh: dict[str, int]) -> None:
+    failures = pool.errors(too_large, 2, 20_000, mesh)
     assert all(isinstance(f.error, PlanError) for f in failures), failures
-    assert len({f.message for f in failures}) == 1
+    (words,) = {f.message for f in failures}
+    assert "does not fit" in words
+    assert "the smallest number of devices like those of" in words
 
 
 def flagged(group: Any, everywhere: bool) -> None:

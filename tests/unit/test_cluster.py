@@ -332,8 +332,20 @@ def test_what_was_measured_counts_unless_it_is_not_to(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     known = replace(calibration(platform.node()), torch=torch.__version__)
     assert stored.store(known) == tmp_path / "plait" / "calibration.json"
-    assert Cluster.of(None) == known.cluster
-    assert Cluster.of(None, measured=False) == presets.make("loopback")
+    assert Cluster.of(None).transports == known.cluster.transports
+    assert Cluster.of(None, measured=False).transports == presets.make("loopback").transports
+
+
+def test_processes_share_the_memory_of_the_machine_at_hand(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    whole, third = (detect(measured=False, processes=n) for n in (1, 3))
+    assert whole.device.memory > 2**28
+    assert third.device.memory == whole.device.memory // 3
+    assert str(Cluster.parse(str(third))) == str(third)
+    assert third.subset(range(2)).label == "loopback as found (2 devices)"
+    assert Cluster.of("loopback").device == presets.make("loopback").device
 
 
 def test_a_cache_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):

@@ -12,9 +12,12 @@ measurements (bench/price.py, docs/cost-model.md).
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 from plait.cluster.device import Device
 from plait.cluster.devices import DEVICES
@@ -136,15 +139,16 @@ def names() -> tuple[str, ...]:
     return (*BOXES, *able)
 
 
-def detect(measured: bool = True) -> Cluster:
+def detect(measured: bool = True, processes: int = 1) -> Cluster:
     """The machine at hand: its GPUs as torch sees them, else the loopback of this host, as
-    `plait calibrate` last measured it if that is to count."""
+    `plait calibrate` last measured it if that is to count, and its memory shared by so many `processes`."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         known = recall(torch.__version__) if measured else None
-        return known.cluster if known else make("loopback")
+        host = known.cluster if known else replace(make("loopback"), name="loopback" + FOUND)
+        return replace(host, device=replace(host.device, memory=_memory() // processes))
     found = torch.cuda.get_device_properties(0)
     peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
     box = _box_like(found.major, found.total_memory, peers)
@@ -161,6 +165,14 @@ def detect(measured: bool = True) -> Cluster:
         device=device,
         source=f"{count} x {found.name} by torch {torch.__version__}; rates of the preset {box}",
     )
+
+
+def _memory() -> int:
+    """Bytes of this host, or as many as its container may have of them."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no container, or one with no limit
+        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return most
 
 
 def _box_like(major: int, memory: int, peers: bool) -> str:

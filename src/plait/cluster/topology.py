@@ -220,6 +220,13 @@ class Cluster:
 
         return spell(self) or self.to_json()
 
+    @property
+    def label(self) -> str:
+        """For people: the spelling, or the name of what is no preset."""
+        from plait.cluster.presets import spell
+
+        return spell(self) or f"{self.name} ({self.size} devices)"
+
     @staticmethod
     def parse(text: str) -> Cluster:
         """Reads what `str` wrote, or a preset's name: `dgx-h100`, `dgx-h100[2x8]+nvls`, `{...}`."""
@@ -235,15 +242,15 @@ class Cluster:
         return make(name, devices)
 
     @staticmethod
-    def of(spec: Cluster | str | None, measured: bool = True) -> Cluster:
+    def of(spec: Cluster | str | None, measured: bool = True, processes: int = 1) -> Cluster:
         """What the `cluster=` of the public calls means: a Cluster, a spelling, or this machine
-        (as a calibration `measured` it, if there is one)."""
+        (as a calibration `measured` it, if there is one; without GPUs, shared by so many `processes`)."""
         if isinstance(spec, Cluster):
             return spec
         if spec is None:
             from plait.cluster.presets import detect
 
-            return detect(measured)
+            return detect(measured, processes)
         if not isinstance(spec, str):
             raise ClusterError(f"a cluster is a plait.Cluster or the name of one, not {spec!r}")
         return Cluster.parse(spec)

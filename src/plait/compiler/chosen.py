@@ -43,7 +43,8 @@ class Chosen:
 
 
 def choose(program: Program, ask: joint.Ask, agreement: Agreement, saved: Plan | None) -> Chosen:
-    """The saved plan's, the only one, or rank 0's choice, which every rank's plan records."""
+    """The saved plan's, or rank 0's choice, which every rank's plan records; what was asked for is weighed
+    too where it leaves one mesh, for that may not fit the memory."""
     if saved is not None:
         mesh = Mesh(saved.tp, saved.pp, saved.dp)
         if mesh not in ask.meshes:
@@ -53,8 +54,6 @@ def choose(program: Program, ask: joint.Ask, agreement: Agreement, saved: Plan |
             )
         kept = saved.staged.recompute if saved.staged is not None else "off"
         return Chosen(mesh, saved.choice, saved.micro_batches, kept)
-    if len(ask.meshes) == 1 and not (program.training and ask.meshes[0].pp == 1):
-        return Chosen(ask.meshes[0])
     agreement.same("compile", [f"program {program_digest(program)}"])
     laid, text = None, ""
     with agreement.planning():

@@ -159,6 +159,6 @@ def _check(collective: str, nbytes: float, ranks: Sequence[int], cluster: Cluste
     if twice := sorted(r for r, count in Counter(ranks).items() if count > 1):
         wrong.append(f"ranks {twice} listed twice")
     if outside := sorted(r for r in set(ranks) if not 0 <= r < cluster.size):
-        wrong.append(f"ranks {outside}, which are not among 0 to {cluster.size - 1} of {cluster}")
+        wrong.append(f"ranks {outside}, which are not among 0 to {cluster.size - 1} of {cluster.label}")
     if wrong:
         raise CollectiveError("a collective cannot be priced for " + "; ".join(wrong))

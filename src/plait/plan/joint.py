@@ -311,14 +311,14 @@ class _Search:
         smallest = self._smallest()
         if smallest and smallest[0] <= self.ask.cluster.size:
             can = f"{smallest[1]} can, on {smallest[0]} of its devices"
-            return "\n".join([f"no mesh that was asked for can run on {self.ask.cluster}; {can}", *lines])
-        kind = f"devices like those of {self.ask.cluster}"
+            return "\n".join([f"no mesh that was asked for can run on {self.ask.cluster.label}; {can}", *lines])
+        kind = f"devices like those of {self.ask.cluster.label}"
         nearest = (
             f"the smallest number of {kind} on which it fits is {smallest[0]} ({smallest[1]})"
             if smallest
             else f"no number of {kind} would be enough: an operator alone is too large for one"
         )
-        return "\n".join([f"the program does not fit {self.ask.cluster}; {nearest}", *lines])
+        return "\n".join([f"the program does not fit {self.ask.cluster.label}; {nearest}", *lines])
 
     def _smallest(self) -> tuple[int, str] | None:
         """(devices, mesh): over the sizes of tp that lie in one host, and any number of stages."""

@@ -24,6 +24,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.cluster.units import spell_size
 from plait.errors import PlanError
 
 SLACK = 0.02  # a cut may be this much slower than the best one if it sends less
@@ -340,9 +341,10 @@ def _sums(values: Sequence[float]) -> Row:
 def _too_large(line: Line, stages: int, memory: float, opened: Sequence[float]) -> str:
     n = np.array([len(line.items)])
     total = float(line.memory(np.array([0]), n, max(opened))[0])
-    room = max(1, int(memory - line.workspace))
+    given = f"{stages} stages of {spell_size(memory)} each" if stages > 1 else spell_size(memory)
+    words = f"does not fit: {spell_size(total)} in {given}"
+    room = int(memory - line.workspace)
+    if room <= 0:
+        return f"{words}; values that are alive at once take {spell_size(line.workspace)} on every stage"
     need = max(stages + 1, -(-int(total - line.workspace) // room))
-    return (
-        f"does not fit: {total / 2**30:.2f} GiB in {stages} stages of "
-        f"{memory / 2**30:.2f} GiB each; at least {need} stages are needed"
-    )
+    return f"{words}; at least {need} stages are needed"

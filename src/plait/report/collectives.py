@@ -46,7 +46,7 @@ def drawn(algorithm: str, collective: Collective, ranks: int | None) -> str:
 
 def priced(collective: str, size: int, cluster: Cluster) -> Table:
     """Every algorithm that the cluster can run, cheapest first, beside the bound."""
-    title = f"{collective} of {spell_size(size)} on {cluster}"
+    title = f"{collective} of {spell_size(size)} on {cluster.label}"
     table = plain(title, "algorithm", "as", "time", "of the bound", "sent by a rank")
     for row in choose(collective, size, range(cluster.size), cluster).prices:
         table.add_row(

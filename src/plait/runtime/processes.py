@@ -65,6 +65,11 @@ def members(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, 
     return found, 1 if found is None else dist.get_world_size(found)
 
 
+def beside(ranks: int) -> int:
+    """How many of so many ranks share this host: as many as torchrun says, else all."""
+    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+
+
 def world(backend: str | None = None) -> tuple[dist.ProcessGroup | None, bool]:
     """The process group to work in, and whether it was made here.
 
