@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from plait.passes.partition import Local, Site
 from plait.rules.moves import count
 
-
 READ = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 
 
