@@ -94,6 +94,48 @@ def test_layers_share_chains_and_values_stay(local: tuple[fx.Graph, list[Tensor]
     assert {n.target for n in left} == {aten.add.Tensor}, "the additions stand alone between matmuls"
 
 
+class Normed(nn.Module):
+    """A norm written out, in two precisions, and one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.inner, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.double()
+        wide = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        y: Tensor = self.norm(self.inner(self.scale * wide.float()) + x) * 2
+        return y
+
+
+def test_norms_join_chains_in_training() -> None:
+    model, x = Normed(), torch.randn(3, 8)
+    captured = capture(model, (x,), {}, dynamic=None, training=True)
+    planned = planner.make(captured, planner.Options(1, Cluster.of("dgx-h200").subset([0])))
+    seen: list[list[bool]] = []
+
+    def note(chain: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        seen.append([x.requires_grad for x in inputs])
+        return chain
+
+    def gradients(graph: fx.Graph, modules: Any) -> list[Tensor]:
+        state = dict(model.named_parameters())
+        feed = [state[share.weight.name] for share in planned.local(0).shares]
+        (out,) = fx.GraphModule(modules, graph)(*feed, x)
+        return list(torch.autograd.grad(out.square().sum(), feed))
+
+    want = gradients(planned.local(0).graph, {})
+    graph = planned.local(0).graph
+    made = fuse(graph, note, training=True)
+    left = [n.target for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    assert left == [aten.linear.default] and len(made) == 2
+    for have, wanted in zip(gradients(graph, made), want, strict=True):
+        assert torch.equal(have, wanted)
+    run(graph, made, [state.detach() for state in (*model.parameters(), x)])
+    assert len(seen) == 4 and not any(map(any, seen[2:])), "with gradients and without are compiled apart"
+
+
 def test_groups_are_read_once(local: tuple[fx.Graph, list[Tensor]]) -> None:
     graph, feed = local
     want = run(copy.deepcopy(graph), {}, feed)

@@ -4,6 +4,9 @@
                    mul ─ linear     ->             chain ─ linear
     linear ────────┘                       linear ─┘
 
+In training a chain may reduce rows as well: norms are not one kernel there, and on the way back a chain is
+computed again from what it read.
+
 An element-wise operator may run anywhere between what it reads and what reads it, so each is first moved
 down to its first reader; chains are then what stands together. Nothing else moves, so the order of
 collectives stays.
@@ -28,17 +31,27 @@ MORE = (
     aten._to_copy.default,
     aten.stack.default,
 )
+# Of rows, as norms have them.
+REDUCTIONS = (
+    aten.mean.dim,
+    aten.sum.dim_IntList,
+    aten.var.correction,
+    aten.layer_norm.default,
+    aten.native_layer_norm.default,
+    aten.rms_norm.default,
+)
 
 
-def chains(graph: fx.Graph) -> list[Chain]:
-    """Of two kernels or more, in the order of the program; `graph` is sorted for them."""
-    _late(graph)
+def chains(graph: fx.Graph, also: Collection[Any] = ()) -> list[Chain]:
+    """Of two kernels or more, in the order of the program; `graph` is sorted for them. `also`: targets that may
+    stand in them beside what is element-wise."""
+    _late(graph, also)
     found, run = list[Chain](), list[fx.Node]()
     for node in graph.nodes:
-        if joins(node):
+        if joins(node, also):
             run.append(node)
             continue
-        if sum(map(computes, run)) > 1:
+        if sum(computes(n, also) for n in run) > 1:
             found.append(Chain(tuple(run)))
         run = []
     return found
@@ -63,23 +76,24 @@ def writes(node: fx.Node, fused: Collection[fx.Node]) -> bool:
     return node not in fused
 
 
-def computes(node: fx.Node) -> bool:
-    """A kernel of its own, of one element at a time or as good as."""
+def computes(node: fx.Node, also: Collection[Any] = ()) -> bool:
+    """A kernel of its own, of one element at a time or as good as, or one of `also`."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     tags = node.target.tags
     plain = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return (plain or node.target in MORE) and not node.target._schema.is_mutable and _of_tensors(node)
+    known = plain or node.target in MORE or node.target in also
+    return known and not node.target._schema.is_mutable and _of_tensors(node)
 
 
-def joins(node: fx.Node) -> bool:
+def joins(node: fx.Node, also: Collection[Any] = ()) -> bool:
     """May stand in a chain."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        return joins(node.args[0])  # type: ignore[arg-type]
+        return joins(node.args[0], also)  # type: ignore[arg-type]
     view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-    return computes(node) or (view and _of_tensors(node))
+    return computes(node, also) or (view and _of_tensors(node))
 
 
 def _of_tensors(node: fx.Node) -> bool:
@@ -87,13 +101,13 @@ def _of_tensors(node: fx.Node) -> bool:
     return bool(node.all_input_nodes)
 
 
-def _late(graph: fx.Graph) -> None:
+def _late(graph: fx.Graph, also: Collection[Any]) -> None:
     """Every operator that may join a chain just before the first other one that needs it.
 
     What is read of a tuple comes right behind it, so that it parts no chain; what nobody reads goes.
     """
     for node in reversed(list(graph.nodes)):
-        if joins(node) and not node.users:
+        if joins(node, also) and not node.users:
             graph.erase_node(node)
     order = {node: i for i, node in enumerate(graph.nodes)}
     end, placed = graph.find_nodes(op="output")[0], set[fx.Node]()
@@ -104,20 +118,20 @@ def _late(graph: fx.Graph) -> None:
             end.prepend(node)
 
     for node in sorted(order, key=lambda n: (n.op not in ("placeholder", "get_attr"), order[n])):
-        if joins(node):
+        if joins(node, also):
             continue
-        for needed in sorted(_needed(node), key=order.__getitem__):
+        for needed in sorted(_needed(node, also), key=order.__getitem__):
             place(needed)
         place(node)
-        for part in [u for u in node.users if u.target is operator.getitem and not joins(u)]:
+        for part in [u for u in node.users if u.target is operator.getitem and not joins(u, also)]:
             place(part)
 
 
-def _needed(node: fx.Node) -> set[fx.Node]:
+def _needed(node: fx.Node, also: Collection[Any]) -> set[fx.Node]:
     """What can join a chain, of all that `node` reads and what that reads in turn."""
     found, front = set[fx.Node](), [node]
     while front:
-        new = [i for i in front.pop().all_input_nodes if joins(i) and i not in found]
+        new = [i for i in front.pop().all_input_nodes if joins(i, also) and i not in found]
         found |= set(new)
         front += new
     return found

@@ -163,10 +163,10 @@ def make(
     laid: Laid | None = None,
 ) -> Planned:
     """The cheapest plan; `laid`: the strategies that are cheapest where every move blocks."""
-    if not graphed(program, options):
+    if not fused(program, options):
         return _planned(laid or lay(program, options, fixed), options)
-    # In a graph nothing is launched from the host, and norms and chains are one kernel each.
-    options = replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
+    if graphed(program, options):  # nothing is launched from the host
+        options = replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
     blocking = lay(program, options, fixed, like=laid, fuse=True)
     best = _planned(blocking, options)
     if _peers(program, options) is None:
@@ -177,8 +177,13 @@ def make(
 
 
 def graphed(program: Program, options: Options) -> bool:
-    """Whether it runs as one CUDA graph, its norms as one kernel each."""
+    """Whether it runs as one CUDA graph."""
     return options.cluster.device.kind == "cuda" and fixed_sizes(program)
+
+
+def fused(program: Program, options: Options) -> bool:
+    """Whether what is element-wise runs in chains, and norms as one kernel each or in these (runtime/fused.py)."""
+    return options.cluster.device.kind == "cuda" and not program.sizes
 
 
 def _peers(program: Program, options: Options) -> Peers | None:

@@ -171,9 +171,11 @@ def executable(
     fixed = all(isinstance(s, int) for p in patterns if isinstance(p, Pattern) for s in p.shape)
     graphed = device.type == "cuda" and fixed and not local.seeded and not planned.program.mutations
     graphed = graphed and (transport.captures or not _talks(local))
-    if graphed and not planned.program.training:
+    training = planned.program.training
+    if graphed and not training:
         group(local.graph)
-        root |= fuse(local.graph)
+    if fixed and device.type == "cuda" and (graphed or training):
+        root |= fuse(local.graph, training=training)
     module = fx.GraphModule(root, local.graph)
     replay = Replay(module, inputs) if graphed else None
     return Executable(planned, local, module, patterns, device, replay, workspace)

@@ -10,19 +10,20 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from plait.passes.chains import chains
+from plait.passes.chains import REDUCTIONS, chains
 
 Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 ROUNDED = {"emulate_precision_casts": True}  # of Inductor: as torch rounds outside of it
 
 
-def fuse(graph: fx.Graph, compiler: Compile | None = None) -> dict[str, nn.Module]:
-    """Rewrite `graph`, an inference program of fixed sizes; the modules that it calls now."""
+def fuse(graph: fx.Graph, compiler: Compile | None = None, training: bool = False) -> dict[str, nn.Module]:
+    """Rewrite `graph`, a program of fixed sizes; the modules that it calls now."""
     made: dict[str, nn.Module] = {}
     known: dict[str, str] = {}  # how a chain reads -> its module's name
-    for chain in chains(graph):
+    for chain in chains(graph, REDUCTIONS if training else ()):
         text = chain.text()
         if text not in known:
             known[text] = f"fused_{len(known)}"
@@ -37,10 +38,11 @@ class Fused(nn.Module):
     def __init__(self, chain: fx.GraphModule, compiler: Compile) -> None:
         super().__init__()
         self.chain, self.compiler = chain, compiler
-        self.compiled: dict[Any, Callable[..., Any]] = {}  # by shapes, strides and dtypes
+        self.compiled: dict[Any, Callable[..., Any]] = {}  # by shapes, strides, dtypes and what has gradients
 
     def forward(self, *inputs: Tensor) -> Any:
-        form = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
+        grad = torch.is_grad_enabled()
+        form = tuple((x.shape, x.stride(), x.dtype, grad and x.requires_grad) for x in inputs)
         if form not in self.compiled:
             self.compiled[form] = self._compile(list(inputs))
         return self.compiled[form](*inputs)
@@ -55,6 +57,9 @@ class Fused(nn.Module):
 
 
 def inductor(chain: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    import torch._functorch.config
     import torch._inductor
 
-    return torch._inductor.compile(chain, list(inputs), options=ROUNDED)  # type: ignore[no-any-return, arg-type]
+    like = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+    with torch._functorch.config.patch(donated_buffer=False):  # a backward may be asked for twice
+        return torch._inductor.compile(chain, like, options=ROUNDED)  # type: ignore[no-any-return, arg-type]
