@@ -4,7 +4,7 @@ A micro-batch holds a share x of the batch's rows. Of an operator's flops, bytes
 grow with x and some do not (weights are read whole for every micro-batch), so one layout of the whole
 batch prices every number of micro-batches:
 
-    seconds(x) = passes * (max(flops(x) / rate, bytes(x) / bandwidth) + launch) + collectives(x)
+    seconds(x) = passes * (max(flops(x) / rate, bytes(x) / bandwidth) + launch) + functions(x) + collectives(x)
                + (1 - 1 / M) * 3 * gradients / bandwidth     M micro-batches: all but one add to the weights' gradients
 
 What is kept for the backward follows from the equations too: an operator that is linear in all its
@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import getitem
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from plait.passes.chains import reads, writes
@@ -33,10 +35,25 @@ from plait.rules.describe import Access
 from plait.rules.equation import Dims
 from plait.rules.layout import Layout, Strategy
 
+aten = torch.ops.aten
 LIGHT = 2**20  # bytes of a value that every stage makes again rather than receives
 # What training holds of a trained weight beside itself: its gradient and the two averages of
 # torch.optim.AdamW, all of the weight's own dtype.
 STATES = 3.0
+# A core's seconds for an element, above what its memory takes (one thread, float32, torch 2.13.0, AMD EPYC,
+# 2026-11-30). On other devices these hide behind the memory.
+FUNCTIONS: dict[Any, float] = {
+    aten.exp.default: 0.5e-9,
+    aten.log.default: 0.7e-9,
+    aten.sin.default: 1.0e-9,
+    aten.cos.default: 1.0e-9,
+    aten.erf.default: 0.9e-9,
+    aten.tanh.default: 2.0e-9,
+    aten.softplus.default: 1.0e-9,
+    aten.softmax.int: 0.3e-9,
+    aten._softmax.default: 0.3e-9,
+    aten.where.self: 3.4e-9,
+}
 ADDS = 3.0  # times that bytes move where a sum is added to: two are read, one is written
 
 
@@ -72,11 +89,12 @@ class Step:
     size: Amount  # bytes of memory that its result takes: none where it is a view of another
     kept: Amount  # bytes kept for the backward
     added: float = 0.0  # bytes of weights' gradients, to which every micro-batch but one is added
+    functions: Amount = Amount()  # seconds of a core for what is no sum of products; their derivatives are
 
     def compute(self, share: float, rates: Rates, pieces: int = 1) -> float:
         busy = rates.busy(self.flops(share), self.nbytes(share))
         adding = ADDS * self.added * (1 - 1 / pieces) / rates.bandwidth
-        return self.passes * busy + adding + self.launches * rates.launch
+        return self.passes * busy + self.functions(share) + adding + self.launches * rates.launch
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,8 @@ class Work:
         out = []
         for step, seconds in zip(self.steps, self.compute(1.0), strict=True):
             if seconds > 0:
-                forward = seconds / step.passes
+                once = step.functions(1.0)
+                forward = once + (seconds - once) / step.passes
                 out.append((step.node.name, forward, seconds - forward))
         return tuple(out)
 
@@ -162,7 +181,7 @@ def work(
 ) -> Work:
     """`batch`: how the batch would be cut, None where it cannot be. `chained`: parts of longer kernels."""
     program = flow.program
-    counter = _Counter(flow, problem, batch, chained)
+    counter = _Counter(flow, problem, batch, chained, rates.in_turn)
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     light = _light(flow)
     at = {n: i for i, n in enumerate(nodes)}
@@ -197,6 +216,7 @@ class _Counter:
     problem: Problem
     batch: Batch | None
     chained: frozenset[fx.Node]
+    in_turn: bool  # a core computes, and moves bytes, in turn
 
     def moves(self, node: fx.Node) -> bool:
         """Whether the value holds rows of the batch."""
@@ -221,6 +241,7 @@ class _Counter:
             Amount() if view else value,
             kept,
             sum(trained.get(x.name, 0.0) for x in node.all_input_nodes),
+            self._functions(choice, strategy),
         )
 
     def held(self, weight: str) -> float:
@@ -240,6 +261,11 @@ class _Counter:
         moves = found is not None and found.split is not None
         total = sum(prices.flops_of(letters, strategy) for letters in prices.products_of(choice))
         return Amount.of(total, moves)
+
+    def _functions(self, choice: Choice, strategy: Strategy) -> Amount:
+        seconds = FUNCTIONS.get(choice.node.target, 0.0) if self.in_turn else 0.0
+        elements = prod(f.extent for f in choice.results[0]) * _share(choice.results[0], strategy.results[0])
+        return Amount.of(seconds * elements, self.moves(choice.node))
 
     def _bytes(self, choice: Choice, strategy: Strategy) -> Amount:
         access = choice.access
