@@ -145,3 +145,124 @@ def test_containers_come_back_as_they_are(kind: type) -> None:
         assert isinstance(got.out, kind)
         got, as_lists = (replace(r, out=[r.out.first, r.out.rest]) for r in (got, want))
         demand(discrepancies(got, as_lists), about=kind.__name__)
+
+
+# -- what is no operator -------------------------------------------------------------------------------
+
+
+def square(x: Tensor) -> Tensor:
+    return torch.eye(8) + x.mT @ x
+
+
+def given_values(x: Tensor) -> Tensor:
+    x.data = x * 2
+    return x
+
+
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad * 2)
+    return x
+
+
+def inner_gradient(x: Tensor) -> Tensor:
+    y: Tensor = torch.func.grad(lambda t: t.pow(2).sum())(x)
+    return y
+
+
+def spelled(x: Tensor) -> Tensor:
+    return x * len(f"{x.sum():.3f}")
+
+
+def addressed(x: Tensor) -> Tensor:
+    return x if x.data_ptr() else -x
+
+
+def checked(x: Tensor) -> Tensor:
+    return torch.linalg.tensorinv(square(x).reshape(8, 2, 4), ind=1).reshape(8, 8)
+
+
+def least_squares(x: Tensor) -> Tensor:
+    y: Tensor = torch.linalg.lstsq(square(x), x.mT).solution.mT
+    return y
+
+
+def changed_by_data(x: Tensor) -> Tensor:
+    y = x * 1
+    y.data.mul_(2)
+    return y
+
+
+def changed_without_gradient(x: Tensor) -> Tensor:
+    y = x * 1
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (given_values, r"`x\.data = x \* 2`: gives a tensor other values"),
+        (hooked, r"`x\.register_hook\(.*`: the hook on a gradient would be left out"),
+        (inner_gradient, r"`y: Tensor = torch\.func\.grad.*`: .* torch\.autograd\.grad is"),
+        (spelled, r"`return x \* len\(.*`: .* a Python number"),
+        (addressed, r"`return x if x\.data_ptr.*`: the tensor leaves torch here"),
+        (checked, r"_linalg_check_errors.* \(inv_ex for inv\)"),
+        (least_squares, r"lstsq.*the size of the result depends on the values"),
+        (changed_by_data, "what was detached from a value that is read later"),
+        (changed_without_gradient, "under no_grad a value that has a gradient and is read later"),
+    ],
+)
+def test_what_no_graph_keeps_is_refused_by_its_line(function: object, words: str) -> None:
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(Between(function), (torch.randn(2, 5),), training=True)
+    assert "test_capture_refuses.py:" in str(caught.value)
+
+
+def halves(x: Tensor) -> Tensor:
+    return x + x.data * 3
+
+
+def solved(x: Tensor) -> Tensor:
+    y: Tensor = torch.linalg.solve(torch.eye(8, dtype=x.dtype) + x.mT @ x, x.mT)
+    return y.mT
+
+
+@pytest.mark.parametrize("function", [halves, solved])
+def test_what_has_an_operator_is_kept(function: object) -> None:
+    """`x.data` is detached; a solver that raises where a matrix is singular stays one operator, and raises."""
+    setup = Setup(Between(function), (torch.randn(3, 5),)).to(torch.float64)
+    program = pretend.trace(setup, training=True)
+    want = plain(setup)
+    for got in pretend.run(pretend.divide(program, 2, pretend.Free(2)), setup, train=True):
+        demand(discrepancies(got, want), about=str(function))
+
+
+class Converts(Between):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(nn.Identity())
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.down = self.down.to(self.dtype)
+        y: Tensor = self.down(self.up(x))
+        return y
+
+
+def test_a_module_converted_in_forward_is_refused_where_that_changes_it() -> None:
+    capture(Converts(torch.float32), (torch.randn(2, 5),))
+    with pytest.raises(CaptureError, match=r"forward converts down\.weight, down\.bias; convert the module before"):
+        capture(Converts(torch.float64), (torch.randn(2, 5),))
+
+
+class Otherwise(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones_like(x)
+        return x * mask[:, :1]  # type: ignore[index]
+
+
+def test_what_a_model_wants_only_while_it_is_compiled_is_named() -> None:
+    with pytest.raises(CaptureError, match=r"goes another way .*: pass mask$"):
+        capture(Otherwise(), (torch.randn(2, 5),))
+    capture(Otherwise(), (torch.randn(2, 5), torch.ones(2, 5)))

@@ -40,7 +40,8 @@ from plait.capture.preserve import (
     swap_tensors,
     to_meta,
 )
-from plait.capture.refuse import refuse_outputs
+from plait.capture.python import spoken
+from plait.capture.refuse import missed, refuse_outputs
 from plait.capture.trial import Kind, Trial, own_tensors
 
 MIN_MEMBERS = 3  # with fewer blocks of a kind, the proof costs more than it saves
@@ -71,7 +72,7 @@ class Proof:
     ranges: Mapping[str, Range] = field(default_factory=dict)  # of the dynamic sizes
     places: Mapping[str, str] = field(default_factory=dict)  # a line that asks about each of them
     changed: tuple[str, ...] = ()  # attributes that forward sets
-    why_not: str = ""  # the trial failed: the export will say so better
+    missed: str = ""  # the trial failed, and so will the export, for want of these arguments
 
 
 def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) -> Proof:
@@ -92,6 +93,7 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
         swap_tensors(model, mode.from_tensor)  # so that nothing is computed or changed
         symbols = _symbols(call, (args, kwargs))
         _watch_guards(env, trial)
+        failed: Exception | None = None
         try:
             with (
                 preserved(model) as changed,
@@ -100,10 +102,14 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
                 forgotten.watching(),
                 traced(training),
                 trial,
+                spoken(model, training),
             ):
                 outputs = model(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises: the export raises it again
-            return Proof(why_not=f"{type(error).__name__}: {error}")
+            failed = error
+        if failed is not None:
+            with preserved(model), mode, traced(training), spoken(model, training):
+                return Proof(missed=missed(failed, model, lambda: model(*args, **kwargs)))
         refuse_outputs(outputs)
         forgotten.backward_of(pytree.tree_leaves(outputs))
         trial.meet(None, outputs)

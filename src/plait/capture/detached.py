@@ -1,15 +1,15 @@
-"""What is detached and then changed in place by a value that learns.
+"""What is changed in place behind autograd's back: detached, or under no_grad.
 
     y = x.detach(); y += w      y is x without a history, and from then on has that of w
 
 The functional form takes `detach` for a view: it would write w into x and detach the sum, and w would
 get no gradient. A clone behind the detach keeps them apart, where nobody reads x any more; where
-somebody does, x has changed and has not learned, which no functional graph says.
+somebody does, x has other values and the history that it had, which no functional graph says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -18,28 +18,71 @@ from plait.capture.refuse import traced_place
 from plait.errors import CaptureError
 
 aten = torch.ops.aten
+REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
-def keep_apart(graph: fx.Graph) -> None:
-    """A clone behind every such detach; CaptureError where what was detached is read later."""
+def keep_apart(module: fx.GraphModule) -> None:
+    """A clone behind every such detach; CaptureError where what was changed is read later."""
+    graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
+    learned = _learned(graph)
     for node in order:
+        if node.target is REGION and not node.args[0]:
+            _refuse_changes(module, node, order, learned)
         if node.target is not aten.detach.default:
             continue
-        changes = [user for user in _aliases(node) if _learns(user)]
+        changes = [user for user in _aliases(node) if _writes(user)]
         root = _root(node)
         if not changes or root.op == "placeholder":
             continue
-        first = min(map(order.__getitem__, changes))
-        if any(order[u] > first for u in _readers(root, node)):
-            raise CaptureError(
-                f"{traced_place(changes[0])}: changes in place what was detached from a value that is "
-                "read later: write x = x.detach() + y for x += y, or x.detach().clone() first"
-            )
-        with graph.inserting_after(node):
-            clone = graph.call_function(aten.clone.default, (node,))
-        clone.meta = dict(node.meta)
-        node.replace_all_uses_with(clone, delete_user_cb=clone.__ne__)
+        learns = any(map(_learns, changes))
+        if (learns or root in learned) and _read_after(changes, _readers(root, node), order):
+            raise _changed(changes[0], "what was detached from a value that is read later")
+        if learns:
+            with graph.inserting_after(node):
+                clone = graph.call_function(aten.clone.default, (node,))
+            clone.meta = dict(node.meta)
+            node.replace_all_uses_with(clone, delete_user_cb=clone.__ne__)
+
+
+def _refuse_changes(
+    module: fx.GraphModule, region: fx.Node, order: dict[fx.Node, int], learned: set[fx.Node]
+) -> None:
+    """Of a value with a gradient, by a region under no_grad, which is read later."""
+    inner = getattr(module, str(region.args[1].target)).graph  # type: ignore[union-attr]
+    given = [n for n in inner.nodes if n.op == "placeholder"]
+    for x, own in zip(region.args[2:], given, strict=True):
+        aliases = [own, *_aliases(own)]
+        changes = [user for user in aliases if _writes(user)]
+        if not changes or not isinstance(x, fx.Node) or x not in learned or _root(x).op == "placeholder":
+            continue  # a weight that changes is refused by its name
+        leaves = not set(aliases).isdisjoint(inner.output_node().all_input_nodes)
+        if leaves or _read_after([region], _readers(_root(x), region), order):
+            raise _changed(changes[0], "under no_grad a value that has a gradient and is read later")
+
+
+def _changed(node: fx.Node, what: str) -> CaptureError:
+    return CaptureError(
+        f"{traced_place(node)}: changes in place {what}: write x = x.detach() + y for x += y, or "
+        "x.detach().clone() first; for other values with the same gradient, x + (new - x).detach()"
+    )
+
+
+def _read_after(changes: Iterable[fx.Node], readers: Iterable[fx.Node], order: dict[fx.Node, int]) -> bool:
+    first = min(map(order.__getitem__, changes))
+    return any(order[reader] > first for reader in readers)
+
+
+def _learned(graph: fx.Graph) -> set[fx.Node]:
+    """Values with a gradient: what parameters, and inputs that want one, are in."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            found |= {node} if isinstance(value, torch.Tensor) and value.requires_grad else set()
+        elif node.target not in (aten.detach.default, REGION) and found.intersection(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _aliases(x: fx.Node) -> Iterator[fx.Node]:
@@ -50,11 +93,13 @@ def _aliases(x: fx.Node) -> Iterator[fx.Node]:
             yield from _aliases(user)
 
 
-def _learns(node: fx.Node) -> bool:
+def _writes(node: fx.Node) -> bool:
+    return any(_access(node, x) for x in node.all_input_nodes)
+
+
+def _learns(change: fx.Node) -> bool:
     """A change in place by another tensor."""
-    written = [x for x in node.all_input_nodes if _access(node, x)]
-    others = [x for x in node.all_input_nodes if x not in written and _floats(x)]
-    return bool(written and others)
+    return any(_floats(x) for x in change.all_input_nodes if not _access(change, x))
 
 
 def _readers(root: fx.Node, detached: fx.Node) -> Iterator[fx.Node]:

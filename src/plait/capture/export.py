@@ -11,6 +11,7 @@ from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
 from plait.capture.functions import traced, write_out
 from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
+from plait.capture.python import spoken
 from plait.capture.refuse import explained, refuse_fixed, refuse_model
 from plait.capture.written import decompositions, prepare
 
@@ -36,7 +37,7 @@ def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool =
         notes: tuple[str, ...] = ()
         if sets:
             notes = (f"forward sets {', '.join(sets)}, which a compiled model does not",)
-        with explained(proof.places):
+        with explained(proof.places, proof.missed):
             if proof.groups:
                 try:
                     return replace(_export(model, call, training, proof, notes), sets=sets)
@@ -49,7 +50,7 @@ def _export(
     model: torch.nn.Module, call: Call, training: bool, proof: Proof, notes: tuple[str, ...]
 ) -> Export:
     args, kwargs = call.example(model)
-    with preserved(model), opaque(model, proof) as blocks, traced(training):
+    with preserved(model), opaque(model, proof) as blocks, traced(training), spoken(model, training):
         if on_meta(model):
             swap_tensors(model, to_meta)
         exported = torch.export.export(

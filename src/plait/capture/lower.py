@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from plait.capture.blocks import Blocks
 from plait.capture.call import Call
 from plait.capture.export import Export
-from plait.capture.refuse import traced_place
+from plait.capture.refuse import SIZED_BY_VALUES, traced_place
 from plait.capture.splice import Splice
 from plait.errors import CaptureError
 from plait.program import Mutation, Output, Program, Size, Weight, WeightKind
@@ -250,6 +250,13 @@ def _refuse_other_changes(exported: ExportedProgram) -> None:
 
 def _refuse_regions(graph: fx.Graph) -> None:
     regions = [n for n in graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]
+    effects = [n for n in regions if n.target is torch.ops.higher_order.with_effects]
+    if effects:
+        found = ", ".join(f"{n.args[1]} at {traced_place(n)}" for n in effects)
+        raise CaptureError(
+            f"{found}: it does something besides its result (it raises, or prints), which no graph keeps: "
+            "call it outside the model, or an operator without it (inv_ex for inv)"
+        )
     if regions:
         found = ", ".join(f"{n.target} at {traced_place(n)}" for n in regions)
         raise CaptureError(
@@ -270,11 +277,7 @@ def _refuse_sizes_of_values(graph: fx.Graph) -> None:
             found[f"{source.target} at {traced_place(node)}"] = None
             known |= new
     if found:
-        raise CaptureError(
-            f"{', '.join(found)}: the size of the result depends on the values of a tensor, which is "
-            "not supported; keep the size and mask what does not count (torch.where), or pass it as "
-            "a Python number"
-        )
+        raise CaptureError(f"{', '.join(found)}: {SIZED_BY_VALUES}")
 
 
 def _sizes(call: Call, inputs: dict[int, fx.Node]) -> tuple[Size, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import linecache
 import logging
@@ -13,7 +14,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -174,10 +175,10 @@ def refuse_fixed(ranges: Mapping[str, tuple[Any, Any]], places: Mapping[str, str
 
 
 @contextlib.contextmanager
-def explained(places: Mapping[str, str] | None = None) -> Iterator[None]:
+def explained(places: Mapping[str, str] | None = None, missed: str = "") -> Iterator[None]:
     """What torch raises becomes a CaptureError with the user's line; what it logs is kept quiet.
 
-    `places`: the lines that ask about each dynamic size.
+    `places`: the lines that ask about each dynamic size. `missed`: see there.
     """
     with _quiet():
         try:
@@ -185,7 +186,7 @@ def explained(places: Mapping[str, str] | None = None) -> Iterator[None]:
         except PlaitError:
             raise
         except Exception as error:
-            raise CaptureError(_explain(error, places or {})) from error
+            raise CaptureError(_explain(error, places or {}) + missed) from error
 
 
 @contextlib.contextmanager
@@ -209,16 +210,25 @@ def _quiet() -> Iterator[None]:
 def _explain(error: BaseException, places: Mapping[str, str]) -> str:
     text = str(error)
     place = user_line(error)
-    if "data-dependent" in text or "DataDependent" in type(error).__name__:
+    if "data-dependent" in text or "DataDependent" in type(error).__name__ or "__format__" in text:
         return (
             f"{place}what runs depends on the value of a tensor, which no graph can keep. Pass the "
-            "value as a Python number, or compute both cases and choose with torch.where"
+            "value as a Python number, or compute both cases and choose with torch.where (of experts in a "
+            "loop: run every one, and weigh what they give)"
         )
     if "Constraints violated" in text:
         return _constraints(text, places)
-    if ".numpy() is not supported" in text:
+    if "DynamicOutputShape" in type(error).__name__:
+        return f"{place}{text.strip()}: {SIZED_BY_VALUES}"
+    if ".numpy() is not supported" in text or "access data pointer" in text:
         return f"{place}the tensor leaves torch here; only torch operators can be captured"
     return told(error)
+
+
+SIZED_BY_VALUES = (
+    "the size of the result depends on the values of a tensor, which is not supported; keep the size and "
+    "mask what does not count (torch.where), or pass it as a Python number"
+)
 
 
 def told(error: BaseException) -> str:
@@ -228,6 +238,24 @@ def told(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     place = user_line(error) or _module_line(error)
     return f"{place}{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def missed(error: Exception, model: nn.Module, plainly: Callable[[], Any]) -> str:
+    """What to pass to a model that goes another way while it is compiled, and fails there alone."""
+    try:
+        plainly()
+    except Exception as other:
+        if user_line(other) == user_line(error):
+            return ""
+    left = [n for n, p in inspect.signature(model.forward).parameters.items() if p.default is None]
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = linecache.getline(frame.f_code.co_filename, line)
+        none = [n for n in left if n in frame.f_locals and frame.f_locals[n] is None]
+        names = [n for n in none if re.search(rf"\b{n}\b", code)] or none
+        if names:
+            wanted = ", ".join(names)
+            return f". Called plainly the model goes another way (torch.compiler.is_compiling()): pass {wanted}"
+    return ""
 
 
 def _module_line(error: BaseException) -> str:

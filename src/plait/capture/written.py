@@ -44,7 +44,7 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
             elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and training:
                 _no_grad_region(graph_module, node)
         if training:
-            keep_apart(graph_module.graph)
+            keep_apart(graph_module)
         graph_module.recompile()
 
 
@@ -68,10 +68,17 @@ def _composed() -> dict[Any, Callable[..., Any]]:
         if isinstance(op, torch._ops.OpOverload)
         and op.namespace == "aten"
         and op not in known
+        and not _checks(op)
         and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
         and all("Tensor" in str(r.type) for r in op._schema.returns)
         and op._schema.name not in UNROLLED
     }
+
+
+def _checks(op: torch._ops.OpOverload) -> bool:
+    """It raises where a matrix is singular, which its parts do by an operator that a graph keeps as an effect
+    of its own; its twin does not raise."""
+    return hasattr(aten, f"{op._schema.name.partition('::')[2]}_ex")
 
 
 # Moves that torch writes as views, permutes and flips.
