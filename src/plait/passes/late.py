@@ -61,12 +61,18 @@ def postpone(graph: fx.Graph, node: fx.Node, queue: fx.Node, alone: Collection[f
 
 @dataclass(frozen=True)
 class _Owed:
-    """Gradients `given` of an operator's `outs`; owed to `inner`, which stand for `weights`."""
+    """Gradients `given` of an operator's `outs`; owed to `inner`, which stand for `weights`. `kept`: there may be
+    another way back."""
 
     outs: tuple[Tensor, ...]
     given: tuple[Tensor, ...]
     inner: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
+    kept: bool
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """In the order of `weights`."""
+        return torch.autograd.grad(self.outs, self.inner, self.given, retain_graph=self.kept, allow_unused=True)
 
 
 @dataclass
@@ -83,8 +89,7 @@ class Queue:
         made: list[tuple[Tensor, Tensor]] = []
         while self.owed:
             o = self.owed.pop(0)
-            grads = torch.autograd.grad(o.outs, o.inner, o.given, allow_unused=True)
-            found = [(w, g) for w, g in zip(o.weights, grads, strict=True) if g is not None]
+            found = [(w, g) for w, g in zip(o.weights, o.gradients(), strict=True) if g is not None]
             made += [(w, g) for w, g in found if not _alone(w, uses)]
             _add([(w, g) for w, g in found if _alone(w, uses)])
         _add(made)
@@ -171,9 +176,11 @@ class _Late(torch.autograd.Function):
             else [None] * len(asked)
         )
         call: _Call = ctx.call
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if pairs:
-            owed = _Owed(outs, given, tuple(ctx.weights), tuple(call.weights.values()))
+            owed = _Owed(outs, given, tuple(ctx.weights), tuple(call.weights.values()), kept)
             call.queue.owed.append(owed)
         back = [next(found) if x.requires_grad else None for x in ctx.data]
-        del ctx.outs, ctx.data, ctx.weights
+        if not kept:
+            del ctx.outs, ctx.data, ctx.weights
         return None, None, *back

@@ -116,8 +116,7 @@ class _Pay(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(ctx.places)
         while ctx.owed:
             o = ctx.owed.pop(0)
-            grads = torch.autograd.grad(o.outs, o.inner, o.given, allow_unused=True)
-            for w, g in zip(o.weights, grads, strict=True):
+            for w, g in zip(o.weights, o.gradients(), strict=True):
                 i = ctx.places[id(w)]
                 known = found[i]
                 found[i] = g if known is None else known if g is None else known + g
