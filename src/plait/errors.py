@@ -26,6 +26,10 @@ class PlanError(PlaitError, ValueError):
     """A plan cannot be made, or does not belong to this model."""
 
 
+class LaidError(PlanError):
+    """Another form of call needs weights laid out otherwise than they are loaded; names them."""
+
+
 class WeightError(PlaitError, KeyError):
     """Weights are missing, extra, or of another shape; lists them all."""
 

@@ -137,6 +137,38 @@ def test_a_loss_that_cannot_be_cut_runs_on_the_gathered_output(pool: Pool, loss_
         assert line.startswith(f"step: loss_fn {loss_fn.__name__} runs on the gathered output: ")
 
 
+def columns_apart(out: Tensor, target: Tensor) -> Tensor:
+    """Of the first column by itself, so that it and the others are two factors, where the model has one."""
+    return (out[:, :1] - target).pow(2).mean() + out[:, 1:].abs().mean()
+
+
+def apart(group: Any) -> str:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 5).double(), torch.randn(7, 6, dtype=torch.float64)
+    plain_model, target = copy.deepcopy(model), torch.ones(7, 1, dtype=torch.float64)
+    want = columns_apart(plain_model(x), target)
+    want.backward()
+    parts = plait.compile(
+        model, (x,), tp=2, training=True, group=group, cluster=prove.free(2), measure=False,
+        micro_batches=2,
+    )  # fmt: skip
+    loss, _ = parts.step(x, target=target, loss_fn=columns_apart)
+    demand(
+        differences(loss, want.detach(), "loss"),
+        differences(dict(parts.gradients()), gradients(plain_model), "gradients"),
+        about="columns apart",
+    )
+    return parts.explain()
+
+
+def test_a_loss_that_takes_apart_what_is_loaded_as_one_runs_on_the_gathered_output(pool: Pool) -> None:
+    for said in pool.run(apart, 2):
+        assert (
+            "loss_fn columns_apart runs on the gathered output: this form of call cannot use "
+            "weight as it is loaded (rows 0:3 | 3:5 of dim 0), bias as it is loaded"
+        ) in said
+
+
 @pytest.mark.parametrize("loss_fn", [F.l1_loss, centred])
 def test_outputs_on_the_last_stage(pool: Pool, loss_fn: Any) -> None:
     answers = pool.run(steps_of, 4, "tp2xpp2/3", {"outputs": "last"}, loss_fn)

@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from plait.capture import capture
+from plait.errors import LaidError
+from plait.plan import planner
 from plait.plan.prices import CostPrices, Rates
 from plait.plan.problem import Choice, Key, Problem, build
 from plait.plan.sharding import Prices, solve
 from plait.rules.aten import table
 from plait.rules.describe import describe
+from plait.runtime.executor import layouts
+from tests.gloo import prove
 
 
 class Chain(nn.Module):
@@ -118,3 +122,23 @@ def test_a_block_is_split_column_then_row_with_one_reduction() -> None:
     splits = {chosen[f"p_{name}_weight"] for name in ("up", "down")}
     assert len(splits) == 1
     assert splits.pop().startswith("split(")
+
+
+class Columns(nn.Module):
+    """Five columns that are one factor, or two, as the call has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, first: int) -> Tensor:
+        y = self.up(x)
+        return torch.cat([y[:, :first].tanh(), y[:, first:].cos()], -1) if first else y
+
+
+def test_weights_that_another_form_of_call_cannot_take_are_named_as_the_models() -> None:
+    options = planner.Options(2, prove.free(2))
+    one, two = (capture(Columns(), (torch.randn(4, 6), first)) for first in (0, 1))
+    held = layouts(planner.make(one, options).local(0))
+    with pytest.raises(LaidError, match=r"up\.weight as it is loaded \(rows 0:3 \| 3:5 of dim 0\), up\.bias as"):
+        planner.make(two, options, held)

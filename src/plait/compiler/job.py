@@ -13,7 +13,7 @@ from plait.capture.join import Join, along
 from plait.capture.loss import Loss, with_loss
 from plait.capture.state import State
 from plait.compiler.source import Source
-from plait.errors import CaptureError, InputError, PlanError
+from plait.errors import CaptureError, InputError, LaidError
 from plait.passes.microbatch import Joined, Uncut, why_uncut
 from plait.plan import planner, rival
 from plait.plan.plan import Plan, compared
@@ -136,7 +136,7 @@ class Job:
                 return reason
             try:
                 return job.build(program, first, joined)
-            except PlanError as error:  # on every rank; its loss takes weights apart otherwise than they are loaded
+            except LaidError as error:  # on every rank; its loss takes weights apart otherwise than they are loaded
                 if not loss.asked:
                     raise
                 return str(error)

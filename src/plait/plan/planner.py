@@ -13,7 +13,7 @@ from torch import fx
 from plait.cluster import Cluster
 from plait.cluster.software import LAUNCH
 from plait.cost.comm import choose
-from plait.errors import PlanError
+from plait.errors import LaidError, PlanError
 from plait.passes.chains import computes
 from plait.passes.microbatch import Batch
 from plait.passes.norms import Norm, inside
@@ -138,7 +138,7 @@ def lay(
     else:
         description = description or describe(program, table())
         problem = build(program, description, options.tp)
-        _hold(problem, fixed or {})
+        _hold(program, problem, fixed or {})
     norms = inside(program.graph) if fuse else {}
     prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
     chained = _chained(program, norms) if fuse else frozenset[fx.Node]()
@@ -260,8 +260,9 @@ def pick(options: Options, kind: str, nbytes: float, site: str = "") -> tuple[st
     return best.algorithm, best.seconds
 
 
-def _hold(problem: Problem, fixed: Held) -> None:
+def _hold(program: Program, problem: Problem, fixed: Held) -> None:
     """By the rows that ranks hold, for another program has other names for the same split."""
+    wrong: dict[str, str] = {}
     for node, choice in problem.choices.items():
         if not choice.weight or node.name not in fixed:
             continue
@@ -270,9 +271,13 @@ def _hold(problem: Problem, fixed: Held) -> None:
         cuts = [Cut.of(dims, s.split) if s.split else None for s in choice.strategies]
         others = {i for i, cut in enumerate(cuts) if cut != wanted}
         if len(others) == len(cuts):
-            held = "whole" if wanted is None else f"cut on dim {wanted.dim}: {wanted.rows}"
-            raise PlanError(f"{node.name} is loaded {held}, which this program cannot use")
+            wrong[program.weight(node.name).name] = str(wanted) if wanted is not None else "whole"
         problem.choices[node] = replace(choice, forbidden=frozenset(others))
+    if wrong:
+        found = ", ".join(f"{name} as it is loaded ({how})" for name, how in wrong.items())
+        raise LaidError(
+            f"this form of call cannot use {found}: a plait.compile of its own lays its weights out for it"
+        )
 
 
 def _planned(laid: Laid, options: Options) -> Planned:

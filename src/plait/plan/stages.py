@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.cluster.units import spell_size
-from plait.errors import PlanError
+from plait.errors import LaidError, PlanError
 
 SLACK = 0.02  # a cut may be this much slower than the best one if it sends less
 EXACT = 1e-4  # relative: how near the least limit is found
@@ -215,7 +215,7 @@ def cut(
     table = _Table(line.work, cost, legal, _begins(line, stages, memory, opens, homes))
     best = table.slowest(stages)
     if best is None and homes is not None:
-        raise PlanError("this form of call needs weights on other stages than they are loaded on")
+        raise LaidError("this form of call needs weights on other stages than they are loaded on")
     if best is None:
         raise PlanError(_too_large(line, stages, memory or 0.0, opens))
     bounds = table.fewest(best * (1 + SLACK) + 1e-15, live)

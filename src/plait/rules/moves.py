@@ -64,6 +64,10 @@ class Cut:
     def counts(self) -> tuple[int, ...]:
         return tuple(count(r) for r in self.rows)
 
+    def __str__(self) -> str:
+        held = (", ".join(f"{lo}:{hi}" for lo, hi in ranges) for ranges in self.rows)
+        return f"rows {' | '.join(held)} of dim {self.dim}"
+
     def within(self, ranks: Sequence[int]) -> Cut:
         """Of the rows that `ranks` hold together (no row twice), those of each, counted among them."""
         at, begins = 0, dict[int, int]()
