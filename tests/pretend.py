@@ -1,6 +1,6 @@
 """A case cut into n pretend ranks in this process, by a plan of our choice, and run in lockstep.
 
-The plan comes from the planner with prices that a machine would not have: `FREE` (transfers cost
+The plan comes from the planner with prices that a machine would not have: `Free` (moves cost
 nothing, so everything that can be split is), or `Dice(seed)` (every strategy and every move has a
 random price, so that over the seeds every legal layout meets every other).
 """
@@ -32,10 +32,13 @@ from tests.compare import Run
 
 
 class Free(CostPrices):
-    """Transfers cost nothing; work and whole weights cost what they do."""
+    """Moves cost nothing, not even their launches and copies; work and whole weights cost what they do."""
 
     def __init__(self, n: int) -> None:
         super().__init__(Rates(1e9, 1e9), lambda kind, nbytes: 0.0, n)
+
+    def conversion(self, choice: Choice, a: Key, b: Key) -> float | None:
+        return None if super().conversion(choice, a, b) is None else 0.0
 
 
 class Dice:

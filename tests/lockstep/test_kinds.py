@@ -176,7 +176,7 @@ KINDS: dict[str, Callable[[], Made]] = {
 
 
 @pytest.mark.parametrize(("kind", "n"), [(kind, 2 + i % 2) for i, kind in enumerate(KINDS)])
-def test_outputs_gradients_and_splits(kind: str, n: int, free_moves: None) -> None:
+def test_outputs_gradients_and_splits(kind: str, n: int) -> None:
     torch.manual_seed(0)
     model, args, split = KINDS[kind]()
     setup = Setup(model, args).to(torch.float64)
@@ -185,13 +185,3 @@ def test_outputs_gradients_and_splits(kind: str, n: int, free_moves: None) -> No
     assert set(split.split()) <= divided.split, divided.plan()
     for rank, got in enumerate(pretend.run(divided, setup, True)):
         demand(discrepancies(got, want), about=f"{kind}, rank {rank} of {n}\n{divided.plan()}\n")
-
-
-@pytest.fixture
-def free_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes so small are split as far as the equations let them: no launch is saved by leaving them whole."""
-    from plait.plan.prices import CostPrices
-
-    module = __import__(CostPrices.__module__, fromlist=["MOVE_LAUNCHES"])
-    for name in ("MOVE_LAUNCHES", "COPIES", "STRIDED_COPIES"):
-        monkeypatch.setattr(module, name, 0.0)
