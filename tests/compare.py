@@ -179,17 +179,19 @@ EXACT = within(0, 0)
 def reference(case: Case, setup: Setup, dtype: torch.dtype) -> tuple[Run, Close]:
     """What one process gives, and how near to it another run must come."""
     want = plain(setup, case.training)
-    if dtype in (torch.float32, torch.float64):
+    shortest = case.inside or dtype
+    if shortest in (torch.float32, torch.float64):
         return want, within(dtype=dtype)
     exact = plain(setup.to(torch.float64), case.training)  # of the same rounded values
-    return want, as_good_as(vars(want), vars(exact))
+    return want, as_good_as(vars(want), vars(exact), dtype=shortest)
 
 
-def as_good_as(own: Any, exact: Any, times: float = 3.0) -> Close:
+def as_good_as(own: Any, exact: Any, times: float = 3.0, dtype: torch.dtype | None = None) -> Close:
     """For short dtypes: as near to the float64 result as one process comes, times a factor.
 
     `own` is what one process gave in the dtype itself and `exact` what it gave in float64; the
     allowance is the largest error of the former, so `want` of the comparison must be `own`.
+    `dtype`: that it computed in, where a value has more digits than those it was made of.
     """
     truth = {id(a): b for a, b in zip(_leaves(own), _leaves(exact), strict=True)}
 
@@ -197,7 +199,8 @@ def as_good_as(own: Any, exact: Any, times: float = 3.0) -> Close:
         if not want.is_floating_point() or where == "loss":
             return []  # made of rounded numbers that are themselves compared
         best = truth[id(want)].double()
-        noise = (want.double() - best).abs().max() + torch.finfo(want.dtype).eps * best.abs().max()
+        eps = torch.finfo(dtype or want.dtype).eps
+        noise = (want.double() - best).abs().max() + eps * best.abs().max()
         return _beyond(got, best, torch.full_like(best, float(noise) * times), where)
 
     return close

@@ -106,6 +106,7 @@ class Case:
     right: Literal["R1", "R2"] = "R1"  # R2: an error at compile time on every rank is right too
     noise: bool = True  # on every parameter
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+    inside: torch.dtype | None = None  # that it computes in, where it is shorter than its own
     splits: bool = True  # some weight must be split where transfers are free
     training: bool = True
     flat: tuple[str, ...] = ()  # parameters whose gradient is zero by mathematics, or None
