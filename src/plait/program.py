@@ -78,10 +78,13 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Size:
-    """A size that may differ from call to call: the user's name of it, its symbol in the graph."""
+    """A size that may differ from call to call: the user's name of it, its symbols in the graph.
+
+    One symbol, but where torch needs no more than equal ranges of two dims with that name.
+    """
 
     name: str
-    symbol: str
+    symbols: frozenset[str]
     low: int = 0
     high: int | None = None  # None: no limit
 

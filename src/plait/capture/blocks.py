@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils import _pytree as pytree
 
+from plait.capture import sizes
 from plait.capture.call import Call, Range
 from plait.capture.forgotten import Forgotten
 from plait.capture.functions import traced
@@ -91,7 +92,7 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
         if on_meta(model):
             swap_tensors(model, to_meta)
         swap_tensors(model, mode.from_tensor)  # so that nothing is computed or changed
-        symbols = _symbols(call, (args, kwargs))
+        asked = sizes.asked(call, (args, kwargs))
         _watch_guards(env, trial)
         failed: Exception | None = None
         try:
@@ -119,8 +120,8 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
     return Proof(
         tuple(map(tuple, groups)),
         tuple(map(tuple, trial.runs(groups))),
-        _ranges(symbols, env),
-        _places(symbols, trial),
+        sizes.ranges(asked, env, call.ranges),
+        sizes.places(asked, trial.guards),
         tuple(changed),
     )
 
@@ -171,8 +172,8 @@ def _fake(call: Call, model: nn.Module, mode: FakeTensorMode) -> tuple[Any, Any]
     def fake(path: str, x: Any, dims: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        sizes = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(x.dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[var-annotated]
+        kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(x.dim())]
+        context = StatelessSymbolicContext(dynamic_sizes=kinds)  # type: ignore[var-annotated]
         from torch._dynamo.source import ConstantSource  # slow to import, and not of every process
 
         source = ConstantSource(path)
@@ -184,49 +185,6 @@ def _fake(call: Call, model: nn.Module, mode: FakeTensorMode) -> tuple[Any, Any]
         for (path, _), x, dims in zip(call.leaves, example, call.dims, strict=True)
     ]
     return pytree.tree_unflatten(leaves, call.spec)  # type: ignore[no-any-return]
-
-
-def _symbols(call: Call, example: tuple[Any, Any]) -> dict[str, set[Any]]:
-    """Of the dynamic sizes, by their names; an example has one symbol for each of its dims."""
-    found: dict[str, set[Any]] = {}
-    for x, dims in zip(pytree.tree_leaves(example), call.dims, strict=True):
-        for dim, name in dims.items():
-            found.setdefault(name, set()).update(x.shape[dim].node.expr.free_symbols)
-    return found
-
-
-def _ranges(symbols: dict[str, set[Any]], env: ShapeEnv) -> dict[str, Range]:
-    """What the guards of the trial leave of each dynamic size."""
-    found: dict[str, Range] = {}
-    for name, ones in symbols.items():
-        low, high = None, None
-        for symbol in ones:
-            limits = env.bound_sympy(symbol)
-            low, high = _most(low, limits.lower), _least(high, limits.upper)
-        found[name] = low, high
-    return found
-
-
-def _places(symbols: dict[str, set[Any]], trial: Trial) -> dict[str, str]:
-    """The line that asks about each size; an equation says more than a limit."""
-    first = sorted(trial.guards, key=lambda g: type(g[0]).__name__ not in ("Equality", "Unequality"))
-    found: dict[str, str] = {}
-    for name, ones in symbols.items():
-        lines = [place for guard, place in first if ones & guard.free_symbols and place]
-        found.update({name: lines[0]} if lines else {})
-    return found
-
-
-def _least(known: int | None, upper: Any) -> int | None:
-    if not (upper.is_Integer and int(upper) < 2**31):
-        return known
-    return int(upper) if known is None else min(known, int(upper))
-
-
-def _most(known: int | None, lower: Any) -> int | None:
-    low = int(lower) if lower.is_Integer else 0
-    low = 0 if low <= 2 else low  # 2 stands for "neither 0 nor 1", which a graph does not ask for
-    return max(known or 0, low) or None
 
 
 def _watch_guards(env: ShapeEnv, trial: Trial) -> None:

@@ -160,6 +160,7 @@ class _Dynamic:
                     continue
                 dims[number][dim] = label
                 ranges[label] = bounds if bounds != (None, None) else ranges.get(label, bounds)
+                wrong += _outside(label, bounds, path, int(self.leaves[number][1].shape[dim]))
         wrong += self._unequal(dims)
         if wrong:
             given = ", ".join(f"{n}{self._about(tree)}" for n, tree in named.items())
@@ -214,6 +215,13 @@ class _Dynamic:
     def _about(self, tree: Any) -> str:
         tensor = self.leaves[tree][1] if isinstance(tree, int) else None
         return str(list(tensor.shape)) if isinstance(tensor, torch.Tensor) else ""
+
+
+def _outside(name: str, bounds: Range, path: str, given: int) -> list[str]:
+    low, high = bounds
+    if (low or 0) <= given and (high is None or given <= high):
+        return []
+    return [f"{name!r} is from {low or 0} to {high or 'any number'}, but {given} in {path}"]
 
 
 def _size(size: Any) -> tuple[str | None, Range]:

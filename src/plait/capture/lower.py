@@ -281,15 +281,15 @@ def _refuse_sizes_of_values(graph: fx.Graph) -> None:
 
 
 def _sizes(call: Call, inputs: dict[int, fx.Node]) -> tuple[Size, ...]:
-    """Name and symbol of each dynamic size."""
-    found: dict[str, Size] = {}
+    """Name and symbols of each dynamic size."""
+    symbols: dict[str, set[str]] = {}
     for leaf, node in inputs.items():
         for dim, name in call.dims[leaf].items():
             size = node.meta["val"].shape[dim]
             if isinstance(size, torch.SymInt):
-                low, high = call.ranges[name]
-                found[name] = Size(name, str(size.node.expr), low or 0, high)
-    return tuple(found.values())
+                symbols.setdefault(name, set()).add(str(size.node.expr))
+    ranges = ((name, *call.ranges[name]) for name in symbols)
+    return tuple(Size(name, frozenset(symbols[name]), low or 0, high) for name, low, high in ranges)
 
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

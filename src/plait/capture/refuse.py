@@ -269,7 +269,7 @@ def _module_line(error: BaseException) -> str:
 
 
 def _constraints(text: str, places: Mapping[str, str]) -> str:
-    """torch's suggested fixes, in the words of `dynamic=`."""
+    """torch's suggested fixes, in the words of `dynamic=`; where it has none, what it asks for."""
     fixes = re.findall(r"^  (\w+) = (.+)$", text, re.MULTILINE)
     found = []
     for name, fix in fixes:
@@ -282,7 +282,16 @@ def _constraints(text: str, places: Mapping[str, str]) -> str:
             found.append(f"{name!r} is always equal to {fix!r}{place}: give them one name")
         else:
             found.append(f"{name!r} is limited{place}: {fix}")
+    limits: dict[str, list[str]] = {}
+    for name, source, guard in LIMIT.findall(text):
+        limits.setdefault(name, []).append(guard.replace(source, name))
+    for name in limits.keys() - dict(fixes).keys():
+        place = f" ({places[name]})" if name in places else ""
+        found.append(f"{name!r} is limited{place}: {', '.join(limits[name])}")
     return "dynamic=: " + ("; ".join(found) or text.splitlines()[0])
+
+
+LIMIT = re.compile(r"Not all values of (\w+) = (\S+) in .* satisfy the generated guard (.+?)\.?$", re.MULTILINE)
 
 
 def user_line(error: BaseException) -> str:

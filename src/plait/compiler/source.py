@@ -13,6 +13,7 @@ from torch import nn
 
 from plait.capture import capture
 from plait.capture.state import Ambient, State, around, posed
+from plait.errors import CaptureError
 from plait.program import Program
 from plait.runtime.agree import Agreement
 from plait.runtime.follow import Follower
@@ -54,9 +55,17 @@ class Source:
             )
 
     def capture_again(self, state: State, values: Values) -> Program:
-        """In another state and with the buffers of the compiled module; the model keeps its own."""
+        """In another state and with the buffers of the compiled module; the model keeps its own.
+
+        Of a call that no program serves with other sizes as well, a program for its sizes alone.
+        """
         with posed(self.model, state.facts.flags, values):
-            return self.capture(state.ambient)
+            try:
+                return self.capture(state.ambient)
+            except CaptureError:
+                if not self.dynamic:
+                    raise
+                return replace(self, dynamic=None).capture(state.ambient)
 
 
 def _retyped(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -24,7 +24,7 @@ from plait.passes.partition import Local
 from plait.plan import owed
 from plait.plan.direct import routes
 from plait.plan.planner import Planned
-from plait.program import Program
+from plait.program import Program, Size
 from plait.rules.moves import Cut, take
 from plait.runtime import direct as lowering
 from plait.runtime.fused import fuse
@@ -107,20 +107,26 @@ class Executable:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A tensor input: None stands for a size that may change."""
+    """A tensor input: a `Size` stands for a size that may change, within its range."""
 
-    shape: tuple[int | None, ...]
+    shape: tuple[int | Size, ...]
     dtype: torch.dtype
 
-    def matches(self, x: Any) -> bool:
+    def matches(self, x: Any, known: dict[str, int]) -> bool:
+        """`known`: what the sizes that may change are in this call, as far as it has been read."""
         return (
             isinstance(x, Tensor)
             and x.dtype == self.dtype
             and x.dim() == len(self.shape)
-            and all(
-                want is None or want == have for want, have in zip(self.shape, x.shape, strict=True)
-            )
+            and all(_is(want, have, known) for want, have in zip(self.shape, x.shape, strict=True))
         )
+
+
+def _is(want: int | Size, have: int, known: dict[str, int]) -> bool:
+    if isinstance(want, int):
+        return want == have
+    within = want.low <= have and (want.high is None or have <= want.high)
+    return within and known.setdefault(want.name, have) == have
 
 
 def leaves_of(
@@ -133,8 +139,9 @@ def leaves_of(
             flat = list(program.in_spec.flatten_up_to((tuple(args), dict(kwargs))))
         except ValueError:
             return None
+    known: dict[str, int] = {}
     fits = len(flat) == len(patterns) and all(
-        p.matches(x) if isinstance(p, Pattern) else _same(p, x)
+        p.matches(x, known) if isinstance(p, Pattern) else _same(p, x)
         for p, x in zip(patterns, flat, strict=True)
     )
     return flat if fits else None
@@ -229,13 +236,14 @@ def place(graph: fx.Graph, device: torch.device) -> None:
 
 def patterns_of(program: Program) -> tuple[Any, ...]:
     values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    sizes = {symbol: size for size in program.sizes for symbol in size.symbols}
     out: list[Any] = []
     for entry in program.inputs:
         if entry.node is None:
             out.append(entry.value)
         else:
             fake = values[entry.node]
-            shape = tuple(s if isinstance(s, int) else None for s in fake.shape)
+            shape = tuple(s if isinstance(s, int) else sizes[str(s)] for s in fake.shape)
             out.append(Pattern(shape, fake.dtype))
     return tuple(out)
 
