@@ -9,11 +9,16 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.gloo.harness import Pool
 from tests.summary import Summary
 
 os.environ["PLAIT_PLAN_CACHE"] = ""  # of every worker, too: a test plans what it says, not what another has planned
+
+# No example is timed: a machine may be busy with the other workers.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

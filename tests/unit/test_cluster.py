@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.cluster import Cluster, Level, detect, presets, stored
@@ -48,7 +48,6 @@ def test_a_preset_spells_itself_and_parses_back(text):
     assert Cluster.from_json(cluster.to_json()) == cluster
 
 
-@settings(deadline=None)
 @given(
     box=st.sampled_from(sorted(BOXES)),
     fabric=st.sampled_from(sorted(FABRICS)),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plait.collectives import COLLECTIVES, Schedule, Transfer, build, names, prove
@@ -16,7 +16,7 @@ from plait.collectives.check import Orders, run_programs
 from plait.collectives.posting import Add, Done, Recv, Send, Wait, compile_rank
 from plait.errors import ScheduleError
 
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=60)
 
 
 @st.composite

@@ -28,7 +28,7 @@ def test_every_all_reduce_has_a_closed_form() -> None:
     assert all(closed_form(name, "all_reduce", 5) for name in names("all_reduce"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(2, 64), st.integers(0, 5000))
 def test_a_ring_sends_two_s_less_two_of_its_chunks(n: int, size: int) -> None:
     ring = build(f"ring[{n}]")
@@ -40,7 +40,7 @@ def test_a_ring_sends_two_s_less_two_of_its_chunks(n: int, size: int) -> None:
         assert max(book.sent) < 2 * size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(COLLECTIVES), st.integers(2, 17), st.integers(1, 3), st.data())
 def test_nothing_beats_the_bound(collective: str, n: int, pieces: int, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(names(collective)))

@@ -175,7 +175,7 @@ def test_steps_are_those_of_the_formulas(n: int) -> None:
     assert len(build(f"all_to_all recursive_doubling[{n}]").steps) == ceil(log2(n))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(COLLECTIVES), st.integers(2, 33), st.integers(1, 4), st.data())
 def test_neighbours_of_a_hierarchy_stay_within_their_group(
     collective: str, n: int, pieces: int, data: st.DataObject

@@ -71,7 +71,7 @@ def memory(line: Line, i: int, j: int, opened: float) -> float:
     return line.workspace + held + opened * kept
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lines(), st.integers(1, 4), st.integers(0, 30), st.lists(st.integers(0, 3), min_size=4))
 def test_no_cut_is_better(line: Line, stages: int, limit: int, opened: list[int]) -> None:
     opened = opened[:stages]
@@ -104,7 +104,7 @@ def test_no_cut_is_better(line: Line, stages: int, limit: int, opened: list[int]
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lines())
 def test_more_stages_are_never_slower_where_sending_is_free(line: Line) -> None:
     best = float("inf")

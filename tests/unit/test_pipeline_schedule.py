@@ -95,7 +95,7 @@ def test_no_more_micro_batches_than_messages_are_numbered_by() -> None:
     assert 0 < Channel.tag(channel.WHOLE, channel._WHICH - 1, MOST - 1) < 2**31
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(schedule.SCHEDULES)), st.integers(1, 5), st.integers(1, 9), st.booleans(),
     st.lists(st.floats(0, 1, allow_subnormal=False), min_size=10, max_size=10), st.booleans(),

@@ -110,7 +110,7 @@ def test_bytes_per_rank_are_those_of_the_schedule():
 # --- properties -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     machine=st.sampled_from(MACHINES),
     collective=st.sampled_from(COLLECTIVES),
@@ -126,7 +126,7 @@ def test_every_price_is_monotone_and_not_below_its_bound(machine, collective, si
             before[found.algorithm] = found.seconds
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(n=st.integers(2, 12), algorithm=st.sampled_from(names("all_reduce")), k=st.integers(1, 5))
 def test_more_pieces_and_ranks_stay_above_the_bound(n, algorithm, k):
     cluster = plain(n)

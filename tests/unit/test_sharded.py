@@ -36,7 +36,7 @@ def cuts(draw: Any) -> list[Part]:
     return parts
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cuts(), cuts())
 def test_rows_of_one_mesh_are_read_by_another(
     tmp_path_factory: pytest.TempPathFactory, saved: list[Part], wanted: list[Part]

@@ -55,7 +55,7 @@ def test_price_and_events_agree_over_two_levels(spelling, nbytes):
     assert wanted == pytest.approx(found, rel=0.05)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     n=st.integers(2, 9),
     algorithm=st.sampled_from(names("all_reduce")),

@@ -73,7 +73,7 @@ def by_index(tensor: torch.Tensor, part: Any) -> torch.Tensor:
     return tensor
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shapes_and_parts(), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
 def test_a_part_is_the_same_rows_from_every_source(case: Any, dtype: torch.dtype) -> None:
     shape, part = case
