@@ -11,7 +11,7 @@ What is left stays owed until the next move, and no longer: so no more is held t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -39,11 +39,21 @@ class Debt:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Move:
+    """A collective on the way back."""
+
+    name: str
+    seconds: float
+
+
 def weigh(program: Program, first: Local, seconds: Mapping[str, float], machine: Machine) -> tuple[Overlapped, ...]:
     """The moves that gain by it; `seconds`: of every collective, by its name."""
     if not program.training or program.sizes or machine.loses >= 1:
         return ()
-    return tuple(o for o in _moves(program, first, seconds, machine) if o.whole - o.seconds > NOISE * o.whole)
+    taken = assigned(_events(program, first, seconds, machine), machine.loses)
+    listed = (_overlapped(move, paid, machine) for move, paid in taken if paid)
+    return tuple(o for o in listed if o.whole - o.seconds > NOISE * o.whole)
 
 
 def sites(overlaps: Sequence[Overlapped]) -> dict[str, tuple[str, ...]]:
@@ -52,37 +62,39 @@ def sites(overlaps: Sequence[Overlapped]) -> dict[str, tuple[str, ...]]:
     return {site.removesuffix(BACK): _matmuls(o.region) for o in late for site in o.sites}
 
 
-def _moves(
-    program: Program, first: Local, seconds: Mapping[str, float], machine: Machine
-) -> Iterator[Overlapped]:
-    """In the order of the way back."""
-    specs = trace(first, feed(program, first), False)
-    matmuls = weights(first)
-    known = {w for mine in matmuls.values() for w in mine}
+def assigned(events: Iterable[Debt | Move], loses: float) -> Iterator[tuple[Move, list[Debt]]]:
+    """What every move takes; `events` in the order of the way back. `loses`: of compute's rate, beside a move."""
     old, new = list[Debt](), list[Debt]()
-    for node in reversed(first.graph.nodes):
-        if node in matmuls:
-            new.append(Debt(node.name, _seconds(node, matmuls[node], specs, machine)))
-        name = f"{node.target}{BACK}"
-        if node.op == "call_module" and name in seconds and node not in known and (old or new):
-            paid, left = _paid(old, new, seconds[name] * (1 - machine.loses))
-            yield _overlapped(name, paid, seconds[name], machine)
+    for event in events:
+        if isinstance(event, Debt):
+            new.append(event)
+        elif old or new:
+            paid, left = old, new
+            while left and sum(d.seconds for d in paid) < event.seconds * (1 - loses):
+                paid, left = [*paid, left[0]], left[1:]
+            yield event, paid
             old, new = left, []
 
 
-def _paid(old: list[Debt], new: list[Debt], enough: float) -> tuple[list[Debt], list[Debt]]:
-    """All that is owed since before the last move, of the rest as much as is hidden; and what stays owed."""
-    paid, left = list(old), list(new)
-    while left and sum(d.seconds for d in paid) < enough:
-        paid.append(left.pop(0))
-    return paid, left
+def _events(
+    program: Program, first: Local, seconds: Mapping[str, float], machine: Machine
+) -> Iterator[Debt | Move]:
+    specs = trace(first, feed(program, first), False)
+    matmuls = weights(first)
+    known = {w for mine in matmuls.values() for w in mine}
+    for node in reversed(first.graph.nodes):
+        name = f"{node.target}{BACK}"
+        if node in matmuls:
+            yield Debt(node.name, _seconds(node, matmuls[node], specs, machine))
+        elif node.op == "call_module" and name in seconds and node not in known:
+            yield Move(name, seconds[name])
 
 
-def _overlapped(name: str, paid: list[Debt], move: float, machine: Machine) -> Overlapped:
+def _overlapped(move: Move, paid: Sequence[Debt], machine: Machine) -> Overlapped:
     work = sum(d.seconds for d in paid)
-    both = max(move, work + machine.loses * move) + machine.start
+    both = max(move.seconds, work + machine.loses * move.seconds) + machine.start
     region = _OF + ", ".join(d.matmul for d in paid)
-    return Overlapped(region, LATE, (name,), len(paid), both, move + work, both - work)
+    return Overlapped(region, LATE, (move.name,), len(paid), both, move.seconds + work, both - work)
 
 
 def _seconds(matmul: fx.Node, known: Sequence[fx.Node], specs: Mapping[str, Spec], machine: Machine) -> float:
