@@ -304,7 +304,7 @@ def arguments_of_other_kinds() -> Setup:
     return block(run, torch.randn(2, 8), 3, "tanh", 1.5)
 
 
-@case("tp2 tp3")
+@case("tp2 tp3 tp2xpp2")
 def buffers_that_move() -> Setup:
     """A counter and a running mean are updated by the call, and read by the next."""
 

@@ -54,6 +54,11 @@ class Share:
     def cut(self) -> Cut | None:
         return Cut.of(self.dims, self.layout.split) if self.layout.split is not None else None
 
+    def of(self, value: Tensor, rank: int) -> Tensor:
+        """What the rank stores of a whole value."""
+        cut = self.cut
+        return value if cut is None else take(value, cut.dim, cut.rows[rank])
+
 
 @dataclass
 class Local:

@@ -25,7 +25,7 @@ from plait.plan import owed
 from plait.plan.direct import routes
 from plait.plan.planner import Planned
 from plait.program import Program, Size
-from plait.rules.moves import Cut, take
+from plait.rules.moves import Cut
 from plait.runtime import direct as lowering
 from plait.runtime.fused import fuse
 from plait.runtime.graphs import Replay
@@ -84,10 +84,8 @@ class Executable:
         with torch.no_grad():
             by_node = {share.weight.node: share for share in self.local.shares}
             for mutation in program.mutations:
-                share, value = by_node[mutation.weight], flat[mutation.index]
-                if share.cut is not None:  # outputs are whole; this rank keeps its rows
-                    value = take(value, share.cut.dim, share.cut.rows[self.local.rank])
-                weights[share.weight.name].copy_(value)
+                share = by_node[mutation.weight]
+                weights[share.weight.name].copy_(share.of(flat[mutation.index], self.local.rank))
         values = [o.value if o.index is None else flat[o.index] for o in program.outputs]
         return pytree.tree_unflatten(values, program.out_spec)
 

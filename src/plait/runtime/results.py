@@ -61,8 +61,9 @@ def _whole(run: Run, flat: int, parts: Sequence[Any]) -> Any:
 
 
 def mutate(run: Run, weights: Mapping[str, Tensor]) -> None:
-    """Buffers take their new values on every stage that holds them."""
+    """Buffers take their new values on every stage that holds them: outputs are whole, each rank keeps its rows."""
     stages, line = run.stages, run.stages.channel
+    shares = {s.weight.node: s for s in stages.local.shares}
     for mutation in stages.program.mutations:
         owner, holders = stages.place(stages.owner(mutation.index, 0)), stages.holders[mutation.weight]
         tag = Channel.tag(channel.BUFFER, mutation.index)
@@ -76,8 +77,9 @@ def mutate(run: Run, weights: Mapping[str, Tensor]) -> None:
         elif line.place in holders:
             value = line.receive(spec, owner, tag, stages.device)
         if value is not None and line.place in holders:
+            share = shares[mutation.weight]
             with torch.no_grad():
-                weights[run.held[mutation.weight]].copy_(value)
+                weights[share.weight.name].copy_(share.of(value, stages.local.rank))
 
 
 class Sums:
