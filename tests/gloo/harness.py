@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.errors import RankError
 from plait.runtime.processes import die_with_parent
 
 PRELOAD = ["torch", "torch.export", "torch._dynamo", "scipy.optimize", "scipy.sparse"]
@@ -171,11 +172,14 @@ class Pool:
 
 
 def _harmless(answers: list[Any]) -> bool:
-    """True where every rank raised the same or none did: no collective was left half done."""
+    """True where every rank raised the same or none did: no collective was left half done.
+
+    But for the error of another rank, which ends the group for all of them.
+    """
     failures = [a for a in answers if isinstance(a, Failure)]
     alike = {(f.kind, f.message) for f in failures}
     return not failures or (
-        len(failures) == len(answers) and len(alike) == 1 and failures[0].kind != "Died"
+        len(failures) == len(answers) and len(alike) == 1 and failures[0].kind not in ("Died", RankError.__name__)
     )
 
 

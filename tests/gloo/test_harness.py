@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from plait.errors import RankError
 from tests.gloo.harness import Pool, RanksFailed
 
 
@@ -47,6 +48,18 @@ def test_the_same_error_on_every_rank_keeps_the_workers(pool: Pool) -> None:
     assert [f.kind for f in failures] == ["KeyError"] * 2
     assert isinstance(failures[0].error, KeyError)
     assert [w.process.pid for w in pool.workers] == before
+
+
+def ended(group: Any) -> None:
+    raise RankError("rank 1 failed: no more")
+
+
+def test_workers_whose_group_has_ended_are_not_used_again(pool: Pool) -> None:
+    pool.run(total, 2, 0)
+    before = {w.process.pid for w in pool.workers}
+    pool.errors(ended, 2)
+    assert pool.run(total, 2, 1) == [(0, [3.0, 3.0]), (1, [3.0, 3.0])]
+    assert not before & {w.process.pid for w in pool.workers}
 
 
 def test_a_failure_shows_every_rank_and_where_the_others_hang() -> None:
