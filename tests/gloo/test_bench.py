@@ -100,3 +100,14 @@ def test_what_is_done_apart_takes_no_rank_with_it(tmp_path: Path) -> None:
     assert (now, again) == (["now 7", "now 8"], ["again 7", "again 8"])
     assert "rank 1: " in died and "SIGKILL" in died
     assert hung == "not done after 2 s"
+
+
+def leaves() -> None:
+    Apart.start(work, "well", seconds=60.0)
+    raise ValueError("the rank's own")
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_leaves_nothing_apart() -> None:
+    with pytest.raises(RankError, match="ranks 0, 1 of 2 raised ValueError: the rank's own"):
+        launch(leaves, 2)

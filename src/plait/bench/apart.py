@@ -11,6 +11,7 @@ the same devices, while the ranks wait.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import time
@@ -57,6 +58,7 @@ class Apart:
         place = (rank, dist.get_world_size(), address, torch.get_num_threads())
         process = get_context("spawn").Process(target=_child, args=(place, there, open_up, args))
         process.start()
+        atexit.register(process.kill)  # else a rank that fails would wait for it at its end
         there.close()
         made = cls(process, here)
         made._answer(seconds)
@@ -68,6 +70,7 @@ class Apart:
         return self._answer(seconds)
 
     def stop(self) -> None:
+        atexit.unregister(self.process.kill)
         self.process.kill()  # one that waits for another, or does not end
         self.process.join()
         self.pipe.close()
@@ -96,8 +99,10 @@ class Apart:
         try:
             return self.pipe.recv()  # type: ignore[no-any-return]
         except (EOFError, ConnectionError):
-            self.process.join()
+            self.process.join(GRACE)
             code = self.process.exitcode
+            if code is None:
+                return None, "it runs on, and answers no more"
             return None, describe(-code if code < 0 else code << 8)
 
 

@@ -136,9 +136,11 @@ def sit(request: Request, bed: Bed, tokens: int, peers: Peers | None) -> Iterato
         def opened(form: Form, mode: str, seconds: float) -> Apart:
             return Apart.start(_peer, request, tokens, form, mode, seconds=seconds)
 
-        rows += peers.rows(opened)
-        yield run()
-        peers.stop()
+        try:
+            rows += peers.rows(opened)
+            yield run()
+        finally:
+            peers.stop()
 
 
 def _peer(request: Request, tokens: int, form: Form, mode: str) -> Answer:
