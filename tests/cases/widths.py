@@ -72,6 +72,20 @@ def square_weight_between() -> Setup:
 
 
 @case("tp2 tp3 tp4")
+def bias_of_two_squares() -> Setup:
+    """One bias behind two square weights: what it is added to last is what it is made of."""
+    model = Net(lambda s, x: s.b(s.a(x).relu()), a=linear(8, 8), b=linear(8, 8))
+    model.b.bias = model.a.bias
+    return Setup(model, (torch.randn(2, 5, 8),))
+
+
+@case("tp2")
+def tiled_times_repeated() -> Setup:
+    """Two orders of one width: its rows are tied to one another."""
+    return between(lambda s, y: y.tile(2) * y.repeat_interleave(2, -1), f=4, back=8)
+
+
+@case("tp2 tp3 tp4")
 def layer_norm_over_width() -> Setup:
     return between(lambda s, y: s.norm(y), norm=nn.LayerNorm(12))
 

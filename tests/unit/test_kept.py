@@ -8,11 +8,14 @@ from torch import Tensor, nn
 
 import plait
 from plait.capture import capture
-from plait.plan.kept import CHEAPER, UNREAD
+from plait.plan import planner
+from plait.plan.kept import CHEAPER, DIAGONAL, UNREAD
 from plait.plan.plan import LARGE, Plan, program_digest
 from plait.report import tables
 from plait.report.explain import explain
 from tests import zoo
+from tests.cases import CASES
+from tests.gloo import prove
 
 
 class Odd(nn.Module):
@@ -54,6 +57,21 @@ def test_a_weight_that_could_be_split_says_that_it_does_not_pay() -> None:
     model, args, kwargs = zoo.build("llama")
     plan = plait.plan(model, args, kwargs, cluster="dgx-h100[2]", tp=2)
     assert {k.name: k.reason for k in plan.kept}["model.norm.weight"] == CHEAPER
+
+
+def divided(case: str) -> Plan:
+    setup = CASES[case].setup()
+    options = planner.Options(2, prove.free(2))
+    return planner.make(capture(setup.model, setup.args, training=True), options).plan
+
+
+def test_two_square_weights_that_share_a_bias_are_both_split() -> None:
+    assert [k.name for k in divided("bias_of_two_squares").kept] == ["a.bias"]
+
+
+def test_rows_that_are_tied_to_one_another_are_named_as_the_reason() -> None:
+    known = {k.name: k.reason for k in divided("tiled_times_repeated").kept}
+    assert known["up.bias"] == DIAGONAL
 
 
 def test_shared_heads_name_the_ranks_that_hold_them() -> None:

@@ -3,7 +3,7 @@
     x + linear(x, w)      `* i, o i -> * o` and the sum says i = o: w is `d d`, a diagonal, and is split nowhere
 
 Here the tie is cut behind the product: an alias takes its rows for rows of another factor, so that w
-is `o d`, and what is split by o is gathered there.
+is `o d`, and what is split by o is gathered there. A bias that is read elsewhere too ties them before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ alias = torch.ops.aten.alias.default
 
 
 def cut(program: Program) -> None:
-    """Put an alias behind the products of every such weight."""
-    d = describe(program, table())
-    weights = [n for n in program.graph.nodes if n.op == "placeholder" and n in d.dims]
-    found = {p: twice for w in weights for p in _products(w, d) if (twice := _twice(d.dims[w][0], d.accesses[p]))}
-    for node, twice in found.items():
-        _cut(program.graph, node, d, twice)
+    """Put an alias behind the products of every such weight; before their biases too, where that is not enough."""
+    for tie in (_behind, _before):
+        d = describe(program, table())
+        weights = [n for n in program.graph.nodes if n.op == "placeholder" and n in d.dims]
+        pairs = ((p, _twice(d.dims[w][0], d.accesses[p])) for w in weights for p in _products(w, d))
+        found = {p: twice for p, twice in pairs if twice}
+        for node, twice in found.items():
+            tie(program.graph, node, d, twice)
+        if not found:
+            break
 
 
 def _twice(dims: Dims, product: Access) -> frozenset[Factor]:
@@ -50,9 +54,20 @@ def _products(weight: fx.Node, d: Description) -> list[fx.Node]:
     return found
 
 
-def _cut(graph: fx.Graph, node: fx.Node, d: Description, twice: frozenset[Factor]) -> None:
-    dims = tuple(i for i, f in enumerate(d.dims[node][0]) if twice & set(atoms(f)))
+def _behind(graph: fx.Graph, node: fx.Node, d: Description, twice: frozenset[Factor]) -> None:
     with graph.inserting_after(node):
-        new = graph.call_function(alias, (node,))
-    new.meta = {**node.meta, CUT: dims}
+        new = _alias(graph, node, d.dims[node][0], twice)
     node.replace_all_uses_with(new, delete_user_cb=new.__ne__)
+
+
+def _before(graph: fx.Graph, node: fx.Node, d: Description, twice: frozenset[Factor]) -> None:
+    for bias in (o for o in d.accesses[node].operands if o.added and len(o.node.users) > 1):
+        with graph.inserting_before(node):
+            new = _alias(graph, bias.node, bias.dims, twice)
+        node.replace_input_with(bias.node, new)
+
+
+def _alias(graph: fx.Graph, x: fx.Node, dims: Dims, twice: frozenset[Factor]) -> fx.Node:
+    new = graph.call_function(alias, (x,))
+    new.meta = {**x.meta, CUT: tuple(i for i, f in enumerate(dims) if twice & set(atoms(f)))}
+    return new

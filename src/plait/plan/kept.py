@@ -15,10 +15,12 @@ from plait.passes.partition import Local
 from plait.plan.plan import Kept
 from plait.program import Weight
 from plait.rules.describe import Access, Description
-from plait.rules.equation import Factor, atoms
+from plait.rules.equation import atoms
+from plait.rules.split import Split
 
 CHEAPER = "splitting it would cost more than it saves"
 UNREAD = "no operator reads it"
+DIAGONAL = "what reads it ties its rows to one another or to its columns: one factor stands in it twice"
 
 
 def kept(local: Local, unused: tuple[Weight, ...], graph: fx.Graph, d: Description, n: int) -> tuple[Kept, ...]:
@@ -39,11 +41,12 @@ def _nbytes(weight: Weight) -> int:
 
 
 def _why(node: fx.Node, d: Description, n: int) -> str:
-    own = dict.fromkeys(a for f in d.dims[node][0] for a in atoms(f) if a.size > 1)
+    dims = d.dims[node][0]
+    own = dict.fromkeys(a for f in dims for a in atoms(f) if a.size > 1)
     long = [a for a in own if a.size >= n]
     if not long:
         return f"no dim has a row for each of {n} ranks"
-    bars: dict[Factor, str] = {}
+    bars = {a: DIAGONAL for a in long if not Split.even((a,), n).splittable(dims)}
     for access, reader in _readers(node, d):
         for letter in access.letters:
             if letter.property == "whole":
