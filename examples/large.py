@@ -44,7 +44,7 @@ if dist.get_rank() == 0:
     save_file(whole.state_dict(), Path(folder[0]) / "model.safetensors")
 dist.barrier()
 
-compiled = plait.compile(model, (x,), tp=2, weights=folder[0])  # each rank reads its own rows
+compiled = plait.compile(model, (x,), pp=1, weights=folder[0])  # each rank reads its own rows
 out = compiled(x)
 if dist.get_rank() == 0:
     torch.testing.assert_close(out, whole(x), rtol=1e-4, atol=1e-5)
