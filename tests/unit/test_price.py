@@ -306,6 +306,7 @@ def test_what_is_held_out_is_not_fitted(monkeypatch):
     assert machines == []  # all crossings were published of H100
 
 
+@pytest.mark.full
 def test_the_shared_constants_are_those_of_the_fit():
     found = fitting.fit_shared(TABLES)
     for constant in fields(found):

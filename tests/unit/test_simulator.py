@@ -172,6 +172,7 @@ def test_a_flow_has_the_transfers_of_its_schedule(collective, n):
         assert made.held.tolist() == sorted(a * made.chunks + c for a, c in places), str(spec)
 
 
+@pytest.mark.full
 def test_thousands_of_ranks_take_seconds():
     big = Cluster.preset("dgx-h100", 4096)
     begin = time.process_time()

@@ -120,7 +120,7 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
     return Proof(
         tuple(map(tuple, groups)),
         tuple(map(tuple, trial.runs(groups))),
-        sizes.ranges(asked, env, call.ranges),
+        sizes.ranges(asked, env, trial.branches, call.ranges),
         sizes.places(asked, trial.guards),
         tuple(changed),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,21 @@ class Call:
 
     def with_ranges(self, ranges: Mapping[str, Range]) -> Call:
         return replace(self, ranges={**self.ranges, **ranges})
+
+    def outside(self, ranges: Mapping[str, Range]) -> set[str]:
+        """The sizes that are not in their range here: of 0 or 1, for which another was traced, where the model
+        asks for that."""
+        return {
+            name
+            for (_, x), dims in zip(self.leaves, self.dims, strict=True)
+            for dim, name in dims.items()
+            if int(x.shape[dim]) < (ranges[name][0] or 0)
+        }
+
+    def fixed(self, names: Collection[str]) -> Call:
+        """With these sizes as they are."""
+        dims = tuple({d: n for d, n in mine.items() if n not in names} for mine in self.dims)
+        return replace(self, dims=dims, ranges={n: r for n, r in self.ranges.items() if n not in names})
 
     def example(self, model: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) to trace with: on the model's device where either is meta."""

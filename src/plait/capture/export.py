@@ -31,6 +31,9 @@ def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool =
     with torch.inference_mode(False), torch.set_grad_enabled(training):
         with explained():
             proof = prove(model, call, training, blocks=blocks)
+            if alone := call.outside(proof.ranges):  # the program is of this size, and others have their own
+                call = call.fixed(alone)
+                proof = prove(model, call, training, blocks=blocks)
         refuse_fixed(proof.ranges, proof.places)
         call = call.with_ranges(proof.ranges)
         sets = tuple(c for c in proof.changed if c.split(".")[-1] not in ("_buffers", "_parameters"))

@@ -15,6 +15,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -317,6 +318,16 @@ def user_place() -> str:
     return ""
 
 
+def asked_in_python() -> bool:
+    """Whether the model's own Python asks for what runs now, and not an operator that it calls."""
+    frame: FrameType | None = sys._getframe(1)
+    for passed in (OURSELVES, SYMBOLS):  # what watches, and torch's numbers that are symbols
+        while frame is not None and frame.f_code.co_filename.startswith(passed):
+            frame = frame.f_back
+    name = frame.f_code.co_filename if frame is not None else ""
+    return is_user_file(name) or name.startswith(NN)
+
+
 def traced_place(node: fx.Node) -> str:
     """"file:line: `code`" of the innermost user's line that a node was traced from."""
     lines = re.findall(r'File "(.+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
@@ -335,6 +346,9 @@ def _spell(name: str, line: int) -> str:
 
 
 STANDARD = sysconfig.get_paths()["stdlib"] + os.sep  # of which site-packages is a part
-OURS = tuple(
+TORCH, OURSELVES = (
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
+OURS = (TORCH, OURSELVES)
+NN = os.path.dirname(torch.nn.__file__) + os.sep
+SYMBOLS = (torch.__file__, *(os.path.join(TORCH, path) for path in ("fx/experimental/", "utils/_")))

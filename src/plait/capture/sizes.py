@@ -12,7 +12,7 @@ one end of the range towards the example, as far as intervals prove it, where th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from plait.capture.call import Call, Range
 
 LEAST, MOST = 2, 2**31  # of a size that is a symbol: 0 and 1 are numbers to torch
+
+Branches = Sequence[tuple[Any, bool]]  # that the model's own Python takes, with the answer in the trial
 
 
 @dataclass
@@ -45,16 +47,27 @@ def asked(call: Call, example: tuple[Any, Any]) -> dict[str, Asked]:
     return found
 
 
-def ranges(sizes: Mapping[str, Asked], env: ShapeEnv, bounds: Mapping[str, Range]) -> dict[str, Range]:
+def ranges(
+    sizes: Mapping[str, Asked], env: ShapeEnv, branches: Branches, bounds: Mapping[str, Range]
+) -> dict[str, Range]:
     """What the guards of the trial leave of each size; `bounds`: that the user has given."""
     found: dict[str, Range] = {}
     for name, size in sizes.items():
         low, high = bounds[name]
+        if low is None or low < LEAST:
+            low = LEAST if _differs_at_one(size, branches) else low
         for symbol in size.symbols:
             limits = env.bound_sympy(symbol)
             low, high = _most(low, limits.lower), _least(high, limits.upper)
         found[name] = _narrowed(size, env, (low, high))
     return found
+
+
+def _differs_at_one(size: Asked, branches: Branches) -> bool:
+    """Whether the model does something else where the size is 1, which torch takes for impossible."""
+    one = dict.fromkeys(size.symbols, sympy.Integer(1))
+    about = [(e, answer) for e, answer in branches if e.free_symbols and e.free_symbols <= size.symbols]
+    return any(bool(e.xreplace(one)) != answer for e, answer in about)
 
 
 def _narrowed(size: Asked, env: ShapeEnv, known: Range) -> Range:

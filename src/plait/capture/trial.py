@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from plait.capture.forgotten import Forgotten
-from plait.capture.refuse import user_place
+from plait.capture.refuse import asked_in_python, user_place
 
 Entry = tuple[Any, ...]
 Forward = Callable[..., Any]
@@ -151,6 +151,7 @@ class Trial(TorchFunctionMode):
         self.visits: list[Visit] = []
         self.frame: Frame | None = None
         self.guards: list[tuple[Any, str]] = []  # with the line that asks
+        self.branches: list[tuple[Any, bool]] = []  # of the model's own Python, with the answer
         self._computed = True
         self._handed_out: dict[int, tuple[int, torch.Tensor]] = {}  # by id: visit, tensor
 
@@ -203,6 +204,8 @@ class Trial(TorchFunctionMode):
 
     def guard(self, expression: Any, result: Any) -> None:
         self.guards.append((expression, user_place()))
+        if asked_in_python():
+            self.branches.append((expression, bool(result)))
         if self.frame is not None:
             self._walk(self.frame, ("guard", expression, bool(result)), lambda: None)
 
