@@ -264,6 +264,8 @@ class _Counter:
 
     def _functions(self, choice: Choice, strategy: Strategy) -> Amount:
         seconds = FUNCTIONS.get(choice.node.target, 0.0) if self.in_turn else 0.0
+        if not seconds:
+            return Amount()
         elements = prod(f.extent for f in choice.results[0]) * _share(choice.results[0], strategy.results[0])
         return Amount.of(seconds * elements, self.moves(choice.node))
 
