@@ -183,7 +183,8 @@ def graphed(program: Program, options: Options) -> bool:
 
 def fused(program: Program, options: Options) -> bool:
     """Whether what is element-wise runs in chains, and norms as one kernel each or in these (runtime/fused.py)."""
-    return options.cluster.device.kind == "cuda" and not program.sizes
+    training = options.cluster.device.kind == "cuda" and program.training and not program.sizes
+    return training or graphed(program, options)
 
 
 def _peers(program: Program, options: Options) -> Peers | None:
