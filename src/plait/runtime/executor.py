@@ -179,7 +179,7 @@ def executable(
     training = planned.program.training
     if graphed and not training:
         group(local.graph)
-    if fixed and device.type == "cuda" and (graphed or training):
+    if graphed or (training and fixed and device.type == "cuda"):
         root |= fuse(local.graph, training=training)
     module = fx.GraphModule(root, local.graph)
     replay = Replay(module, inputs) if graphed else None
