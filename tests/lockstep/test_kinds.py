@@ -133,6 +133,34 @@ def _unfolded() -> Made:
     return Net(run, a=nn.Conv2d(3, 4, 1), up=weight(36, 20), down=weight(20, 27)), (learned(2, 3, 6, 6),), "a.weight up"
 
 
+# -- weights that are computed, repeated, or have odd names --------------------------------------------
+
+
+def _norms_of_weights() -> Made:
+    norms = (nn.utils.parametrizations.weight_norm(linear(12, 12), dim=dim) for dim in (-2, 1, None, -1))
+    return nn.Sequential(linear(8, 12), nn.Tanh(), *norms), (learned(5, 8),), "2.parametrizations.weight.original1"
+
+
+def _repeated() -> Made:
+    def run(s: Net, x: Tensor) -> Tensor:
+        y = s.a(x).view(5, 6, 2)
+        y = torch.cat([y.repeat_interleave(r, 1, output_size=6 * r) for r in (1, 2)], 1)
+        return y.flatten(1) @ s.out  # type: ignore[no-any-return]
+
+    return Net(run, a=linear(8, 12), out=weight(36, 3)), (learned(5, 8),), "a.weight out"
+
+
+def _names_of_graphs() -> Made:
+    def run(s: Net, x: Tensor) -> Tensor:
+        getattr(s, "class").add_(1.0)
+        return s.graph["out"](s.graph["in"](x).relu() * s.code * getattr(s, "class"))  # type: ignore[no-any-return]
+
+    parts = nn.ModuleDict({"in": linear(8, 12), "out": linear(12, 5)})
+    model = Net(run, graph=parts, code=weight(12))
+    model.register_buffer("class", torch.randn(12))
+    return model, (learned(5, 8),), "graph.in.weight graph.out.weight"
+
+
 # -- written by index, and chosen ------------------------------------------------------------------------
 
 
@@ -170,6 +198,9 @@ KINDS: dict[str, Callable[[], Made]] = {
     "norms of images": _norms_of_images,
     "resized": _resized,
     "unfolded": _unfolded,
+    "norms of weights": _norms_of_weights,
+    "repeated": _repeated,
+    "names of graphs": _names_of_graphs,
     "scattered": _scattered,
     "chosen": _chosen,
 }

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
 from plait.capture.functions import traced, write_out
+from plait.capture.names import renamed
 from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
 from plait.capture.python import spoken
 from plait.capture.refuse import explained, refuse_fixed, refuse_model
@@ -60,6 +61,6 @@ def _export(
             model, args, kwargs, dynamic_shapes=call.dynamic_shapes(), strict=False
         )
     prepare(exported.graph_module, training)
-    exported = exported.run_decompositions(decompositions())
+    exported = renamed(exported, lambda e: e.run_decompositions(decompositions()))
     write_out(exported)
     return Export(exported, call, blocks, notes)

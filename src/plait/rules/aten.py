@@ -226,14 +226,14 @@ def prelu(d: Describer, node: fx.Node) -> Access:
 
 
 def weight_norm(d: Describer, node: fx.Node) -> Access:
-    """`o *, o -> o *` along `dim`: the norm of each row spans the other dims."""
+    """`o *, o -> o *` along `dim`: the norm of each row spans the other dims, where that is -1 all."""
     bound = bind(node)
     v, g = d.operand(bound["v"]), d.operand(bound["g"])
-    dim = bound["dim"] % len(v.dims)
+    dim = bound["dim"] % len(v.dims) if g.dims else None
     names = [f"d{i}" for i in range(len(v.dims))]
     binder = Binder(d, node)
     binder.bind(names, v.dims)
-    binder.bind(names, g.dims)
+    binder.bind(names if g.dims else [], g.dims)
     result = binder.result(names, d.sizes(node))
     letters = binder.letters({n: "whole" for i, n in enumerate(names) if i != dim})
     return Access((v, g), (result,), letters)

@@ -137,10 +137,9 @@ def repeat_interleave(d: Describer, node: fx.Node) -> Access:
     letters = [Letter(f, "parallel") for f in result if f.size > 1]
 
     def local(node: fx.Node, split: Split, rank: int) -> Any:
-        alone = split.touches(r) and not split.touches(
-            dims[dim]
-        )  # copies split, not what is copied
-        return rebind(node, repeats=split.size(r, rank)) if alone else rebind(node)
+        alone = split.touches(r) and not split.touches(dims[dim])  # copies split, not what is copied
+        repeats = split.size(r, rank) if alone else bound["repeats"]
+        return rebind(node, repeats=repeats, output_size=None)
 
     return moved(d, node, result, letters=letters, local=local, fused=fused)
 
