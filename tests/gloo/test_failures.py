@@ -6,6 +6,7 @@ writes, and the times that count are taken on the survivor.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -171,6 +172,26 @@ def test_the_launcher_names_the_first_to_fail_and_leaves_no_process(tmp_path: Pa
     assert sorted(line[:14] for line in lines[1:3]) == ["  then rank 0 ", "  then rank 2 "]
     assert all("raised RankError: forward: rank 1 failed" in line for line in lines[1:3])
     assert "in fail_alone" in str(caught.value)
+
+
+class Aborts:
+    """Stands for a thread of torch's that lets go of a tensor while the interpreter is taken apart."""
+
+    def __init__(self) -> None:
+        self.abort = os.abort
+
+    def __del__(self) -> None:
+        self.abort()
+
+
+def leave_something(folder: str) -> None:
+    sys.plait_left = Aborts()  # type: ignore[attr-defined]
+    atexit.register(Path(folder, f"rank-{dist.get_rank()}").touch)
+
+
+def test_a_worker_that_has_done_its_work_cannot_fail_at_its_end(tmp_path: Path) -> None:
+    launch(leave_something, 2, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-0", "rank-1"}
 
 
 def test_what_all_ranks_refuse_is_said_once_without_a_trace(tmp_path: Path) -> None:
