@@ -18,6 +18,9 @@ Legal nodes, in this order:
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import zlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,6 +29,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from plait.errors import WeightError
+
+LARGE = 2**20  # bytes of a constant
 
 WeightKind = Literal["parameter", "buffer", "constant"]
 
@@ -130,8 +135,48 @@ class Program:
                 out.add(node)
         return out
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Equal for equal graphs, shapes, dtypes and weights; constants count by their values. Of the graph as
+        it is when this is first asked: a pass makes another program."""
+        digest = hashlib.sha256()
+        for node in self.graph.nodes:
+            digest.update(f"{node.name} {node.target} {node.args} {node.kwargs}".encode())
+            digest.update(_facts(node.meta.get("val")).encode())
+        for w in self.weights:
+            digest.update(f"{w.names} {w.shape} {w.dtype} {w.requires_grad}".encode())
+        for line in self._constants:
+            digest.update(line.encode())
+        digest.update(str(self.training).encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def compared(self) -> list[str]:
+        """What ranks that captured one program say alike: its digest, then every constant."""
+        return [f"program {self.digest}", *(f"constant {line}" for line in self._constants)]
+
+    @functools.cached_property
+    def _constants(self) -> list[str]:
+        """A line for each: name, shape, dtype and a checksum of its values."""
+        return [f"{n} {tuple(t.shape)} {t.dtype} {_contents(t)}" for n, t in self.constants.items()]
+
     def with_(self, **changes: Any) -> Program:
         return replace(self, **changes)
+
+
+def _contents(tensor: torch.Tensor) -> str:
+    """A checksum of what is large: masks of long sequences have 64 MiB."""
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    large = values.nbytes > LARGE
+    return str(zlib.crc32(values)) if large else hashlib.sha256(values).hexdigest()
+
+
+def _facts(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return " ".join(_facts(v) for v in value)
+    if hasattr(value, "shape"):
+        return f"{tuple(map(str, value.shape))} {value.dtype}"
+    return str(value)
 
 
 def _any_float(value: object) -> bool:

@@ -8,7 +8,7 @@ from plait.cluster.presets import grow
 from plait.errors import PlanError
 from plait.mesh import ORDERS, Mesh, Seats
 from plait.plan import joint, planner
-from plait.plan.plan import Choice, Plan, program_digest
+from plait.plan.plan import Choice, Plan
 from plait.plan.planner import Laid
 from plait.program import Program
 from plait.runtime.agree import Agreement
@@ -54,7 +54,7 @@ def choose(program: Program, ask: joint.Ask, agreement: Agreement, saved: Plan |
             )
         kept = saved.staged.recompute if saved.staged is not None else "off"
         return Chosen(mesh, saved.choice, saved.micro_batches, kept)
-    agreement.same("compile", [f"program {program_digest(program)}"])
+    agreement.same("compile", [f"program {program.digest}"])
     laid, text = None, ""
     with agreement.planning():
         if agreement.leads:

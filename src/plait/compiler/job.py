@@ -16,7 +16,7 @@ from plait.compiler.source import Source
 from plait.errors import CaptureError, InputError, LaidError
 from plait.passes.microbatch import Joined, Uncut, why_uncut
 from plait.plan import planner, rival
-from plait.plan.plan import Plan, compared
+from plait.plan.plan import Plan
 from plait.plan.planner import Held, Laid, Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
@@ -54,7 +54,7 @@ class Job:
 
     def plan(self, program: Program, fixed: Held | None = None) -> Planned:
         """Rank 0's plan on every rank; all ranks must have captured the same program."""
-        self.agreement.same("compile", compared(program))
+        self.agreement.same("compile", program.compared)
         if self.saved is not None and fixed is None:
             return planner.replay(program, self.saved, self.options)
         laid = self.laid if fixed is None else None

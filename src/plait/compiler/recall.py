@@ -5,7 +5,7 @@
 A key is of all that a plan is made of: the program (its graph, shapes, constants and weights), what was
 asked, the described cluster, torch, plait's own sources, and the host where something was measured. Rank 0
 looks, and tells all ranks what it found; that every rank has the program of the plan, and the same plan, is
-compared as for any other (plan/plan.py `compared`).
+compared as for any other (program.py `compared`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import plait
 from plait.cluster.stored import cache_folder
 from plait.errors import PlanError
 from plait.plan import joint
-from plait.plan.plan import Plan, program_digest
+from plait.plan.plan import Plan
 from plait.program import Program
 from plait.runtime.agree import Agreement
 
@@ -48,7 +48,7 @@ class Recall:
             return cls(agreement, given, None)
         where = Path(folder) if folder is not None else cache_folder() / "plans"
         made_of = (
-            program_digest(program), repr(ask), str(measure), platform.node() if measure else "",
+            program.digest, repr(ask), str(measure), platform.node() if measure else "",
             torch.__version__, _sources(),
         )  # fmt: skip
         return cls(agreement, given, where / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:32]}.json")

@@ -33,7 +33,7 @@ from plait.passes.microbatch import Batch, Joined, Uncut
 from plait.plan import planner
 from plait.plan.gradients import summed
 from plait.plan.placement import Placement
-from plait.plan.plan import Candidate, Choice, Memory, Placed, program_digest
+from plait.plan.plan import Candidate, Choice, Memory, Placed
 from plait.plan.planner import Laid, Options
 from plait.plan.stages import cut
 from plait.plan.ways import Group, Way, opened
@@ -136,7 +136,7 @@ class _Search:
             if all((c.tp, c.pp, c.dp) != (o.tp, o.pp, o.dp) for o in front):
                 front.append(c)
         choice = Choice(
-            program=program_digest(self.program),
+            program=self.program.digest,
             front=tuple(front[:FRONT]),
             weighed=self.weighed,
             reason=self._reason(front),

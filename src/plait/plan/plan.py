@@ -10,21 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from plait.errors import PlanError
 from plait.passes.pipeline import Borders
 from plait.plan.measured import Measured
-from plait.program import Program
 
 VERSION = 1
-LARGE = 2**20  # bytes of a constant
 
 
 @dataclass(frozen=True)
@@ -325,50 +319,3 @@ class Plan:
             return cls(**data)
         except (TypeError, KeyError) as error:
             raise PlanError(f"the plan lacks or has too much: {error}") from error
-
-
-def program_digest(program: Program) -> str:
-    """Equal for equal graphs, shapes, dtypes and weights; constants count by their values."""
-    return _digest(program, _constants(program))
-
-
-def compared(program: Program) -> list[str]:
-    """What ranks that captured one program say alike: its digest, then every constant."""
-    lines = _constants(program)
-    return [f"program {_digest(program, lines)}", *(f"constant {line}" for line in lines)]
-
-
-def _digest(program: Program, constants: list[str]) -> str:
-    digest = hashlib.sha256()
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        digest.update(f"{node.name} {node.target} {node.args} {node.kwargs}".encode())
-        digest.update(_facts(value).encode())
-    for weight in program.weights:
-        digest.update(
-            f"{weight.names} {weight.shape} {weight.dtype} {weight.requires_grad}".encode()
-        )
-    for line in constants:
-        digest.update(line.encode())
-    digest.update(str(program.training).encode())
-    return digest.hexdigest()[:16]
-
-
-def _constants(program: Program) -> list[str]:
-    """A line for each: name, shape, dtype and a checksum of its values."""
-    return [f"{n} {tuple(t.shape)} {t.dtype} {_contents(t)}" for n, t in program.constants.items()]
-
-
-def _contents(tensor: Tensor) -> str:
-    """A checksum of what is large: masks of long sequences have 64 MiB."""
-    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    large = values.nbytes > LARGE
-    return str(zlib.crc32(values)) if large else hashlib.sha256(values).hexdigest()
-
-
-def _facts(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return " ".join(_facts(v) for v in value)
-    if hasattr(value, "shape"):
-        return f"{tuple(map(str, value.shape))} {value.dtype}"
-    return str(value)

@@ -30,7 +30,7 @@ from plait.plan import direct, overlaps, owed, packing
 from plait.plan import work as works
 from plait.plan.direct import Peers
 from plait.plan.kept import kept
-from plait.plan.plan import Choice, Overlapped, Placed, Plan, program_digest
+from plait.plan.plan import Choice, Overlapped, Placed, Plan
 from plait.plan.prices import Collective, CostPrices, Rates
 from plait.plan.problem import Problem, build
 from plait.plan.sharding import solve
@@ -195,10 +195,9 @@ def _peers(program: Program, options: Options) -> Peers | None:
 
 def replay(program: Program, plan: Plan, options: Options) -> Planned:
     """The strategies that `plan` spells, for the same program."""
-    digest = program_digest(program)
-    if plan.program != digest:
+    if plan.program != program.digest:
         raise PlanError(
-            f"the plan is for program {plan.program}, this model captures as {digest}; "
+            f"the plan is for program {plan.program}, this model captures as {program.digest}; "
             "plan again with plan=None"
         )
     description = describe(program, table())
@@ -302,9 +301,8 @@ def _planned(laid: Laid, options: Options) -> Planned:
     alone = sum(laid.prices.node(c, 0) for c in choices if not c.weight)
     alone += sum(step.launches for step in work.steps) * rates.launch
     splits = {s.split.name: str(s.split) for s in strategies.values() if s.split is not None}
-    digest = program_digest(program)
     plan = Plan(
-        program=digest,
+        program=program.digest,
         tp=options.tp,
         pp=1,
         dp=1,
@@ -328,7 +326,7 @@ def _planned(laid: Laid, options: Options) -> Planned:
         overlaps=listed,
         times=work.times(),
         packed=packs,
-        choice=options.choice if options.choice and options.choice.program == digest else None,
+        choice=options.choice if options.choice and options.choice.program == program.digest else None,
     )
     return Planned(plan, program, laid.description, strategies, laid.grads, chosen)
 

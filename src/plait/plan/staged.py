@@ -23,7 +23,7 @@ from plait.passes.schedule import Schedule
 from plait.plan import joint, overlaps, planner
 from plait.plan.gradients import room, summed
 from plait.plan.placement import Placement
-from plait.plan.plan import Candidate, Choice, Overlapped, Plan, Staged, program_digest
+from plait.plan.plan import Candidate, Choice, Overlapped, Plan, Staged
 from plait.plan.planner import Held, Options, Planned
 from plait.plan.recompute import recomputed
 from plait.plan.stages import Cuts, Line
@@ -108,7 +108,7 @@ def _plan(
     firsts = tuple(line.items[b].name for b in cuts.bounds[1:-1])
     modules = {node.name: module_path(node) for node in first.graph.nodes}
     staged = Staged(
-        program=program_digest(program),
+        program=program.digest,
         rows=tuple(map(batch.rows, range(batch.pieces))) if batch is not None else (),
         factor=batch.split.name if batch is not None else "",
         firsts=firsts,
@@ -172,10 +172,10 @@ def replay(program: Program, plan: Plan, options: Options, wish: Wish) -> Pieces
     staged = plan.staged
     if staged is None or plan.pp != wish.pp:
         raise PlanError(f"the plan is for pp={plan.pp}, not pp={wish.pp}")
-    if staged.program != program_digest(program):
+    if staged.program != program.digest:
         raise PlanError(
             f"the plan is for program {staged.program}, this model captures as "
-            f"{program_digest(program)}; plan again with plan=None"
+            f"{program.digest}; plan again with plan=None"
         )
     description = describe(program, table())
     batch: Batch | None = None
@@ -194,7 +194,7 @@ def replay(program: Program, plan: Plan, options: Options, wish: Wish) -> Pieces
     for k, piece in zip(numbers, _programs(program, description, batch, numbers), strict=True):
         rows = batch.rows(k) if batch is not None else 0
         strategies, chunks = by_rows[rows]
-        own = replace(plan, program=program_digest(piece), strategies=strategies, overlaps=chunks)
+        own = replace(plan, program=piece.digest, strategies=strategies, overlaps=chunks)
         planned = planner.replay(piece, own, options)
         out.append(planned if out else replace(planned, plan=plan))
     return Pieces(program, description, batch, tuple(out), joined)
@@ -213,7 +213,7 @@ def _choice(
     """The joint choice that led here, or the choice of micro-batches and schedule alone; of the schedules
     with so many `stages` where weights are at home in them."""
     known = joint.allowed(wish.schedule, wish.cluster.device if stages is None else None)
-    if options.choice is not None and options.choice.program == program_digest(program):
+    if options.choice is not None and options.choice.program == program.digest:
         return options.choice
     mesh = Mesh(options.tp, wish.pp, wish.dp)
     ask = joint.Ask(

@@ -16,7 +16,7 @@ from plait.errors import InputError
 from plait.mesh import Seats
 from plait.passes.microbatch import Joined
 from plait.plan import staged
-from plait.plan.plan import Plan, compared
+from plait.plan.plan import Plan
 from plait.plan.planner import Options
 from plait.plan.staged import Pieces, Wish
 from plait.program import Program
@@ -133,7 +133,7 @@ class Staging:
         saved: Plan | None,
         first: Pipeline | None,
     ) -> Pieces:
-        agreement.same("compile", compared(program))
+        agreement.same("compile", program.compared)
         if saved is not None and first is None:
             return staged.replay(program, saved, options, wish)
         fixed = None if first is None else layouts(first.local)
