@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from plait.cluster import Cluster
+from plait.cluster.presets import host_memory
 from plait.cluster.units import spell_size
 from plait.collectives.algorithms import names
 from plait.collectives.measure import measure, private_loopback
@@ -28,7 +29,7 @@ def run(collective: Collective, size: int, nproc: int, rounds: int) -> None:
 
 def check_memory(size: int, nproc: int) -> None:
     """InputError if so many processes cannot hold the vector and what comes from another."""
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    have = host_memory()
     if 2 * nproc * size > have:
         raise InputError(
             f"--size {spell_size(size)}: {nproc} processes need twice that each, and this machine "

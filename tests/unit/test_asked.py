@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 
 import plait
 from plait.capture import capture
@@ -90,6 +91,7 @@ def test_all_offenders_at_once() -> None:
         ({"input": {1.5: "b"}}, "input has 2 dims, no dim 1.5"),
         ({"input": {0: "b", 1: "b"}}, "'b' is one size but 4 in"),
         ({"input": {1: "b"}}, "'b' can only be 6"),
+        ({"input": {0: Dim("b", min=0, max=1)}}, "'b' is from 0 to 1, and .*leave it out"),
     ],
 )
 def test_malformed_dynamic_sizes(dynamic: Any, words: str) -> None:

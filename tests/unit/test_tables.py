@@ -115,6 +115,7 @@ def test_a_pipeline_names_its_stages_and_what_its_bytes_are_of() -> None:
     assert f"stages {words} 2 5.0 kB at a cut, of each micro-batch" in shown
     assert "sent by rank, all stages together 1 4.0 kB, of each micro-batch" in shown
     assert f"stages: {words}" in explain(piped)
+    assert "bytes by rank, all stages together, of" in explain(piped)
     named = replace(piped, staged=replace(staged, modules=("layers.1.up",)))
     assert f"stages: {words} in layers.1.up" in explain(named)
     outcome = tables.Outcome("tiny", piped, [1] * 4, 4, 0.1, 0.1, "call", True, "same", "")

@@ -234,6 +234,8 @@ class _Dynamic:
 
 def _outside(name: str, bounds: Range, path: str, given: int) -> list[str]:
     low, high = bounds
+    if high is not None and high < 2:
+        return [f"{name!r} is from {low or 0} to {high}, and 0 and 1 have programs of their own: leave it out"]
     if (low or 0) <= given and (high is None or given <= high):
         return []
     return [f"{name!r} is from {low or 0} to {high or 'any number'}, but {given} in {path}"]

@@ -148,7 +148,7 @@ def detect(measured: bool = True, processes: int = 1) -> Cluster:
     if count == 0:
         known = recall(torch.__version__) if measured else None
         host = known.cluster if known else replace(make("loopback"), name="loopback" + FOUND)
-        return replace(host, device=replace(host.device, memory=_memory() // processes))
+        return replace(host, device=replace(host.device, memory=host_memory() // processes))
     found = torch.cuda.get_device_properties(0)
     peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
     box = _box_like(found.major, found.total_memory, peers)
@@ -167,7 +167,7 @@ def detect(measured: bool = True, processes: int = 1) -> Cluster:
     )
 
 
-def _memory() -> int:
+def host_memory() -> int:
     """Bytes of this host, or as many as its container may have of them."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no container, or one with no limit

@@ -39,7 +39,8 @@ def _choice(plan: Plan) -> list[str]:
 
 def _weights(plan: Plan) -> list[str]:
     held = ", ".join(f"{b:,}" for b in plan.bytes_per_rank)
-    lines = [f"weights: {held} bytes by rank of {plan.bytes_whole:,}"]
+    stages = ", all stages together," if plan.pp > 1 else ""
+    lines = [f"weights: {held} bytes by rank{stages} of {plan.bytes_whole:,}"]
     known = {k.name for k in plan.kept}
     cut = {name: layout for name, layout in plan.weights.items() if name not in known}
     lines += [f"  {layout}: {', '.join(names)}" for layout, names in _grouped(cut)]
