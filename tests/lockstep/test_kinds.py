@@ -216,3 +216,16 @@ def test_outputs_gradients_and_splits(kind: str, n: int) -> None:
     assert set(split.split()) <= divided.split, divided.plan()
     for rank, got in enumerate(pretend.run(divided, setup, True)):
         demand(discrepancies(got, want), about=f"{kind}, rank {rank} of {n}\n{divided.plan()}\n")
+
+
+def test_gradients_that_are_asked_for_as_sparse_are_dense() -> None:
+    def run(s: Net, ids: Tensor, sparse: bool) -> Tensor:
+        rows = F.embedding(ids, s.table, sparse=sparse)
+        columns = ids.sort(1).indices[..., None]
+        return (rows.tanh() @ s.out).gather(1, columns, sparse_grad=sparse)  # type: ignore[no-any-return]
+
+    model, ids = Net(run, table=weight(7, 12), out=weight(12, 1)), torch.randint(0, 7, (3, 5))
+    sparse, dense = (Setup(model, (ids, kind)).to(torch.float64) for kind in (True, False))
+    divided = pretend.divide(pretend.trace(sparse, True), 2, pretend.Free(2))
+    for got in pretend.run(divided, sparse, True):
+        demand(discrepancies(got, plain(dense)))

@@ -135,6 +135,25 @@ def test_dataclasses_are_refused_until_torch_knows_them() -> None:
         capture(Nested(Named), ({"kept": {1}},))
 
 
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.eye(5).to_sparse(), "is of layout sparse_coo: pass a plain tensor"),
+        (torch.nested.nested_tensor([torch.ones(5)]), "is a nested tensor: pass a plain tensor"),
+        (torch.eye(5).numpy(), "is of type ndarray: pass tensors"),
+    ],
+)
+def test_inputs_that_are_no_plain_tensors_are_named(x: object, words: str) -> None:
+    with pytest.raises(CaptureError, match=rf"the input args\[0\] {words}"):
+        capture(nn.Linear(5, 5), (x,))
+
+
+def test_a_module_of_torchs_that_reads_a_value_is_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, momentum=None))
+    with pytest.raises(CaptureError, match=r"^1 \(BatchNorm1d\): what runs depends on the value"):
+        capture(model.train(), (torch.randn(3, 5),), training=True)
+
+
 @pytest.mark.parametrize("kind", [Known, Named])
 def test_containers_come_back_as_they_are(kind: type) -> None:
     setup = Setup(Nested(kind), (kind(torch.randn(2, 5), {"scale": torch.tensor(2.0)}),)).to(torch.float64)

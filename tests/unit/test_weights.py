@@ -164,6 +164,37 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}'])
+def test_what_is_no_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / checkpoint.INDEX).write_text(text)
+    with pytest.raises(WeightError, match=r"index\.json is no index of safetensors files"):
+        Checkpoint(tmp_path)
+
+
+FIELDS = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [None, "x", [-1, "a"], [[]], {}])
+def test_what_is_no_header(tmp_path: Path, field: str, value: Any) -> None:
+    header = json.dumps({"a": FIELDS | {field: value}, "b": FIELDS}).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0000")
+    with pytest.raises(WeightError, match="a has (no dtype, shape and data_offsets|dtype x, which is not known)"):
+        Checkpoint(tmp_path)
+
+
+def test_a_folder_of_nothing(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match="holds no safetensors file; weights"):
+        Checkpoint(tmp_path)
+
+
+def test_tensors_without_values_are_named() -> None:
+    state = {"a": torch.ones(2), "b": torch.ones(2, device="meta"), "c": 3, "d": torch.ones(2).to_sparse()}
+    words = "no tensor of values: b is on the meta device, c is a int, d is of layout sparse_coo"
+    with pytest.raises(WeightError, match=words):
+        open_source(state)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("shard", [10**9, 150])
 def test_what_is_written_is_read_by_safetensors(tmp_path: Path, shard: int) -> None:
     tensors = {

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn.modules import module as nn_module
@@ -127,8 +128,12 @@ def refuse_outputs(outputs: Any) -> None:
 
 
 def refuse_inputs(leaves: Iterable[tuple[str, Any]]) -> None:
-    """`leaves`: of the call, with their paths. Objects whose tensors are out of sight."""
-    wrong = [(path, x) for path, x in leaves if dataclasses.is_dataclass(x) or isinstance(x, SETS)]
+    """`leaves`: of the call, with their paths. Objects whose tensors are out of sight, and odd tensors."""
+    leaves = list(leaves)
+    odd = [f"{path} is {kind}" for path, x in leaves if (kind := _odd_layout(x))]
+    if odd:
+        raise CaptureError(f"the input {', '.join(odd)}: pass a plain tensor (x.to_dense(), padded)")
+    wrong = [(path, x) for path, x in leaves if dataclasses.is_dataclass(x) or isinstance(x, HIDING)]
     if wrong:
         found = ", ".join(f"{path} is of type {type(x).__name__}" for path, x in wrong)
         advice = _registered([x for _, x in wrong]) or f"pass {CONTAINERS}"
@@ -143,7 +148,13 @@ def _registered(objects: list[Any]) -> str:
 
 
 CONTAINERS = "tensors, numbers, None, and lists, tuples or dicts of them"
-SETS = (set, frozenset)
+HIDING = (set, frozenset, np.ndarray, np.generic)
+
+
+def _odd_layout(x: Any) -> str:
+    if not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested):
+        return ""
+    return "a nested tensor" if x.is_nested else f"of layout {str(x.layout).removeprefix('torch.')}"
 
 
 def _known(x: Any) -> bool:
@@ -213,8 +224,8 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
     place = user_line(error)
     if "data-dependent" in text or "DataDependent" in type(error).__name__ or "__format__" in text:
         return (
-            f"{place}what runs depends on the value of a tensor, which no graph can keep. Pass the "
-            "value as a Python number, or compute both cases and choose with torch.where (of experts in a "
+            f"{place or _module_line(error)}what runs depends on the value of a tensor, which no graph can "
+            "keep. Pass the value as a Python number, or compute both cases and choose with torch.where (of experts in a "
             "loop: run every one, and weigh what they give)"
         )
     if "Constraints violated" in text:

@@ -9,6 +9,7 @@
     x[mask] = one value               where(mask, value, x)
     a region under no_grad            its operators, then detach (training only)
     detached, then changed in place   a clone of it                       detached.py
+    sparse gradients                  dense ones
 
 `prepare` rewrites the graph as exported, before the functional form is made from it: the new nodes
 need no values of their own. `decompositions` is for `run_decompositions`.
@@ -43,6 +44,7 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
                 _count_labels(graph_module.graph, node)
             elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and training:
                 _no_grad_region(graph_module, node)
+            _dense(node)
         if training:
             keep_apart(graph_module)
         graph_module.recompile()
@@ -115,6 +117,18 @@ def masked_put(
     inner = x.dim() - at - masks[0].dim()
     mask = masks[0].reshape(*masks[0].shape, *[1] * inner) if inner else masks[0]
     return torch.where(mask, value.reshape(()), x)
+
+
+def _dense(node: fx.Node) -> None:
+    """Gradients of looked-up rows that are asked for as sparse tensors: ranks move, sum and keep whole ones."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        call = arguments(node)
+        for i, argument in enumerate(node.target._schema.arguments):
+            if argument.name in ("sparse", "sparse_grad") and call[argument.name]:
+                if i < len(node.args):
+                    node.update_arg(i, False)
+                else:
+                    node.update_kwarg(argument.name, False)
 
 
 # -- attention ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ model that fits on no single host can be saved one gathered tensor at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -122,16 +123,25 @@ def _files(path: Path) -> list[Path]:
     if files:
         return files
     there = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-    what = f"holds no safetensors file, but {', '.join(there[:8])}" if there else "does not exist"
+    but = f", but {', '.join(there[:8])}" if there else ""
+    what = f"holds no safetensors file{but}" if path.is_dir() else "does not exist"
     raise WeightError(f"weights {path}: {what}; weights are read from safetensors, never pickles")
 
 
 def _indexed(index: Path) -> list[Path]:
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    names = sorted(_files_of(index))
     absent = [n for n in names if not (index.parent / n).is_file()]
     if absent:
         raise WeightError(f"{index} names files that are not there: {', '.join(absent)}")
     return [index.parent / n for n in names]
+
+
+def _files_of(index: Path) -> set[str]:
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if all(isinstance(n, str) for n in names):
+            return names
+    raise WeightError(f"{index} is no index of safetensors files: its weight_map has a file for each name")
 
 
 def _header(path: Path) -> Iterator[tuple[str, _Place]]:
@@ -144,9 +154,7 @@ def _header(path: Path) -> Iterator[tuple[str, _Place]]:
             header = json.loads(file.read(length))
         except ValueError:
             raise WeightError(f"{path} is not a safetensors file: its header is no JSON") from None
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+    for name, entry in _entries(path, header):
         if entry["dtype"] not in DTYPES:
             raise WeightError(f"{path}: {name} has dtype {entry['dtype']}, which is not known")
         spec = Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
@@ -154,6 +162,24 @@ def _header(path: Path) -> Iterator[tuple[str, _Place]]:
         if end - start != spec.bytes or 8 + length + end > size:
             raise WeightError(f"{path}: {name} lies at {start}:{end}, beyond its size or the file")
         yield name, _Place(path, 8 + length + start, spec)
+
+
+def _entries(path: Path, header: Any) -> list[tuple[str, Any]]:
+    """Those of tensors, each with what it has to have."""
+    entries = dict(header) if isinstance(header, dict) else {"its header": header}
+    entries.pop("__metadata__", None)
+    wrong = [name for name, entry in entries.items() if not _is_entry(entry)]
+    if wrong:
+        lack = "has no dtype, shape and data_offsets"
+        raise WeightError(f"{path} is not a safetensors file: {', '.join(wrong)} {lack}")
+    return list(entries.items())
+
+
+def _is_entry(entry: Any) -> bool:
+    match entry:
+        case {"dtype": str(), "shape": [*sizes], "data_offsets": [start, end]}:
+            return all(type(n) is int and n >= 0 for n in (*sizes, start, end))
+    return False
 
 
 def _read_part(fd: int, place: _Place, part: Part, out: torch.Tensor) -> None:
@@ -286,8 +312,7 @@ def _shards_of(index: Path) -> list[str]:
     """The files of an earlier save."""
     if not index.is_file():
         return []
-    names = set(json.loads(index.read_text())["weight_map"].values())
-    return sorted(n for n in names if Path(n).name == n)
+    return sorted(n for n in _files_of(index) if Path(n).name == n)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from plait.errors import WeightError
 from plait.program import Weight
@@ -45,10 +46,9 @@ class Tensors:
             kind = type(tensors).__name__
             raise WeightError(f"{what} is a mapping of names to tensors, and not this {kind}")
         self._tensors, self._what = dict(tensors), what
-        others = {n: t for n, t in self._tensors.items() if not isinstance(t, torch.Tensor)}
+        others = [f"{n} is {kind}" for n, t in self._tensors.items() if (kind := _no_values(t))]
         if others:
-            named = ", ".join(f"{n} is a {type(t).__name__}" for n, t in others.items())
-            raise WeightError(f"{what} holds what is no tensor: {named}")
+            raise WeightError(f"{what} holds what is no tensor of values: {', '.join(others)}")
         self.specs: Mapping[str, Spec] = {
             name: Spec(tuple(t.shape), t.dtype) for name, t in self._tensors.items()
         }
@@ -59,6 +59,14 @@ class Tensors:
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         tensor = self._tensors[name].detach()
         return take(tensor, part if part is not None else whole(tuple(tensor.shape)))
+
+
+def _no_values(x: Any) -> str:
+    if not isinstance(x, torch.Tensor) or is_traceable_wrapper_subclass(x):
+        return f"a {type(x).__name__}"
+    if x.is_meta:
+        return "on the meta device"
+    return "" if x.layout is torch.strided else f"of layout {str(x.layout).removeprefix('torch.')}"
 
 
 def open_source(
