@@ -225,8 +225,8 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
     if "data-dependent" in text or "DataDependent" in type(error).__name__ or "__format__" in text:
         return (
             f"{place or _module_line(error)}what runs depends on the value of a tensor, which no graph can "
-            "keep. Pass the value as a Python number, or compute both cases and choose with torch.where (of experts in a "
-            "loop: run every one, and weigh what they give)"
+            "keep. Pass the value as a Python number, or compute both cases and choose with torch.where (of "
+            "experts in a loop: run every one, and weigh what they give)"
         )
     if "Constraints violated" in text:
         return _constraints(text, places)
