@@ -202,13 +202,7 @@ def _sent_by(placed: Placed, ranks: int) -> Sequence[float]:
 
 def _spelled(rule: object) -> str:
     """An equation's text, or what a function that is a rule says of itself."""
-    if not isinstance(rule, FunctionType):
-        return str(rule)
-    if rule.__doc__:
-        return rule.__doc__.splitlines()[0]
-    made_by = rule.__qualname__.split(".")[0].replace("_", " ").strip()
-    cells = [cell.cell_contents for cell in rule.__closure__ or ()]
-    return " ".join([made_by, *(c for c in cells if isinstance(c, str))])
+    return (rule.__doc__ or "").split("\n")[0] if isinstance(rule, FunctionType) else str(rule)
 
 
 # --- words ----------------------------------------------------------------------------------

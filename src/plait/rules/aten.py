@@ -51,6 +51,7 @@ def reduction(kind: str, linear: bool = False) -> Rule:
         carries = ((0,),) if linear else ()
         return Access((operand,), results, tuple(letters), carries)
 
+    rule.__doc__ = f"* r -> *   r {kind}" + (", partial self passes" if linear else "")
     return rule
 
 
@@ -74,6 +75,7 @@ def along(dim: str, default: int, kind: str) -> Rule:
         results = (tuple(result),) * max(1, outputs(node))
         return Access((operand,), results, tuple(letters))
 
+    rule.__doc__ = f"* d -> * d   d, which is `{dim}`, {kind}"
     return rule
 
 
@@ -281,6 +283,7 @@ def cross_entropy(d: Describer, node: fx.Node) -> Access:
 
 
 def argmax(d: Describer, node: fx.Node) -> Access:
+    """`* r -> *`: r whole."""
     bound = bind(node)
     if bound.get("dim") is None:
         return d.whole(node, "an argmax over everything")
@@ -314,6 +317,7 @@ def one_hot(d: Describer, node: fx.Node) -> Access:
 
 
 def new_factory(d: Describer, node: fx.Node) -> Access:
+    """Its own sizes, new and parallel; of the operand nothing is read but the dtype and device."""
     access = factory(d, node)
     template = d.operand(bind(node)["self"])
     ignored = tuple(Letter(f, "parallel") for f in template.dims if f.size > 1)

@@ -73,6 +73,7 @@ def gather(d: Describer, node: fx.Node) -> Access:
 
 
 def index_select(d: Describer, node: fx.Node) -> Access:
+    """`t *, k -> k *`: t whole, where rows are picked; the others parallel."""
     bound = bind(node)
     x, ids = d.operand(bound["self"]), d.operand(bound["index"])
     dim = bound["dim"] % max(1, len(x.dims))

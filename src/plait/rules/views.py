@@ -87,6 +87,7 @@ def groups(before: Dims, after: Dims) -> list[tuple[list[Factor], list[Factor]]]
 
 
 def expand(d: Describer, node: fx.Node) -> Access:
+    """`* 1 -> * n`: what is repeated is new; every dim parallel."""
     dims = source(d, node)
     sizes = d.sizes(node)
     lead = len(sizes) - len(dims)
@@ -148,6 +149,7 @@ def repeat_interleave(d: Describer, node: fx.Node) -> Access:
 
 
 def transpose(d: Describer, node: fx.Node) -> Access:
+    """`* i j -> * j i`"""
     dims = list(source(d, node))
     bound = bind(node)
     i, j = bound.get("dim0", 0), bound.get("dim1", 1)  # aten.t has no dims
@@ -157,17 +159,20 @@ def transpose(d: Describer, node: fx.Node) -> Access:
 
 
 def permute(d: Describer, node: fx.Node) -> Access:
+    """`i j k -> k i j`: any order."""
     dims = source(d, node)
     return moved(d, node, tuple(dims[i] for i in bind(node)["dims"]))
 
 
 def unsqueeze(d: Describer, node: fx.Node) -> Access:
+    """`* -> * 1`"""
     dims = list(source(d, node))
     dims.insert(bind(node)["dim"] % (len(dims) + 1), ONE)
     return moved(d, node, tuple(dims))
 
 
 def squeeze(d: Describer, node: fx.Node) -> Access:
+    """`* 1 -> *`"""
     dims = source(d, node)
     which = bind(node).get("dim", range(len(dims)))
     gone = {i % max(1, len(dims)) for i in ([which] if isinstance(which, int) else which)}
@@ -175,6 +180,7 @@ def squeeze(d: Describer, node: fx.Node) -> Access:
 
 
 def same(d: Describer, node: fx.Node) -> Access:
+    """`* -> *`; a partial sum passes."""
     return moved(d, node, source(d, node))
 
 
@@ -198,6 +204,7 @@ def cut(d: Describer, node: fx.Node, f: Factor, sizes: Sequence[int]) -> list[Fa
 
 
 def slice_(d: Describer, node: fx.Node) -> Access:
+    """`* (a + b + c) -> * b`: the dim is a sum of segments."""
     bound = bind(node)
     dims = source(d, node)
     dim = bound["dim"] % len(dims)
@@ -273,6 +280,7 @@ def _relaid(d: Describer, node: fx.Node, dims: Dims, dim: int, why: str) -> Acce
 
 
 def select(d: Describer, node: fx.Node) -> Access:
+    """`* (a + 1 + c) -> *`: one row, a segment of its own."""
     bound = bind(node)
     dims = source(d, node)
     dim, index = bound["dim"] % len(dims), bound["index"]
@@ -296,6 +304,7 @@ def select(d: Describer, node: fx.Node) -> Access:
 
 
 def split_with_sizes(d: Describer, node: fx.Node) -> Access:
+    """`* (a + b + ...) -> * a, * b, ...`: segments, taken apart."""
     bound = bind(node)
     operand = d.operand(bound["self"])
     dims = operand.dims
@@ -318,6 +327,7 @@ def split_with_sizes(d: Describer, node: fx.Node) -> Access:
 
 
 def unbind(d: Describer, node: fx.Node) -> Access:
+    """`n * -> *, *, ...`: n whole, for each row is a value of its own."""
     bound = bind(node)
     operand = d.operand(bound["self"])
     dims = operand.dims
@@ -338,6 +348,7 @@ def getitem(d: Describer, node: fx.Node) -> Access:
 
 
 def cat(d: Describer, node: fx.Node) -> Access:
+    """`* a, * b, ... -> * (a + b + ...)`: segments, joined."""
     bound = bind(node)
     nodes = [n for n in bound["tensors"] if d.sizes(n) != (0,)]
     operands = [d.operand(n) for n in nodes]
@@ -357,6 +368,7 @@ def cat(d: Describer, node: fx.Node) -> Access:
 
 
 def stack(d: Describer, node: fx.Node) -> Access:
+    """`*, *, ... -> n *`: n whole, the others parallel."""
     bound = bind(node)
     operands = [d.operand(n) for n in bound["tensors"]]
     sizes = d.sizes(node)
@@ -409,6 +421,7 @@ def along(dims_of: Callable[[dict[str, Any]], Any], why: str) -> Any:
         ]
         return moved(d, node, dims, letters=letters)
 
+    rule.__doc__ = f"* i -> * i   i whole, for it is {why}"
     return rule
 
 
