@@ -56,3 +56,15 @@ def test_collectives_that_nothing_hides_stop_compute() -> None:
         sum(p.seconds for p in plan.collectives)
     )
     assert len(timeline.on("transfers")) == len(plan.collectives) > 0
+
+
+def test_a_move_that_takes_less_as_it_is_run_begins_after_what_it_moves() -> None:
+    """Small sums go in one hop, without a launch of the library's: that is shorter, and beside nothing."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.empty(8, 64)
+    plan = plait.plan(model, (x,), cluster="dgx-h100[2]", tp=2, pp=1)
+    timeline = plait.simulate(plan)
+    assert [o.form for o in plan.overlaps] == ["one hop"]
+    (move,) = timeline.on("transfers")
+    assert move.begin == pytest.approx(max(event.end for event in timeline.on("compute")))
+    assert timeline.end == pytest.approx(plan.seconds)

@@ -47,7 +47,7 @@ def _pipeline(plan: Plan) -> Iterator[Event]:
 
 
 def _stage(plan: Plan) -> Iterator[Event]:
-    hidden = _hidden(plan)
+    cut = _cut(plan)
     forward: dict[str, list[Placed]] = {}
     backward: dict[str, list[Placed]] = {}
     for placed in plan.collectives:
@@ -59,8 +59,9 @@ def _stage(plan: Plan) -> Iterator[Event]:
     def transfers(moves: list[Placed]) -> Iterator[Event]:
         nonlocal now
         for placed in moves:
-            begin = now - hidden.get(placed.name, 0.0)
-            now = max(now, begin + placed.seconds)
+            took, beside = cut.get(placed.name, (placed.seconds, 0.0))
+            begin = now - beside
+            now = max(now, begin + took)
             yield Event(begin, now, "transfers", f"{placed.name} {placed.collective}")
 
     def compute(name: str, seconds: float) -> Iterator[Event]:
@@ -80,15 +81,16 @@ def _stage(plan: Plan) -> Iterator[Event]:
     yield from transfers([p for s, moves in backward.items() if s not in known for p in moves])
 
 
-def _hidden(plan: Plan) -> dict[str, float]:
-    """By collective: the seconds of it that run beside compute, in regions that are cut in time; below
-    0 where chunks that were asked for take longer than the whole."""
+def _cut(plan: Plan) -> dict[str, tuple[float, float]]:
+    """By collective of a region that is cut in time: the seconds that it takes there, no more than its region,
+    and those of them beside compute; below 0 where chunks that were asked for take longer than the whole."""
     seconds = {p.name: p.seconds for p in plan.collectives}
-    out: dict[str, float] = {}
+    out: dict[str, tuple[float, float]] = {}
     for region in plan.overlaps:
         names = [n for site in region.sites for n in (site, f"{site}.backward") if n in seconds]
         total = sum(seconds[n] for n in names)
         if region.form != "whole" and total > 0:
             share = min(1.0, (region.whole - region.seconds) / total)
-            out |= {n: share * seconds[n] for n in names}
+            took = {n: seconds[n] * min(1.0, region.seconds / total) for n in names}
+            out |= {n: (took[n], took[n] - (1 - share) * seconds[n]) for n in names}
     return out
