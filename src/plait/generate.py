@@ -87,6 +87,8 @@ def _answer(request: Request) -> Outcome:
     compiled = _compile(example, request)
     with torch.no_grad():
         ours = greedy(compiled, ids, stop, request.max_tokens, _speaker(tokenizer))
+        if dist.get_rank() == 0:
+            print(flush=True)  # the answer's line ends
         theirs = _alone(
             request, lambda model: greedy(model, ids, stop, request.max_tokens), (ours, 0)
         )
@@ -145,7 +147,7 @@ def _alone(
 ) -> tuple[Any, int]:
     """The unsharded model on rank 0, with every core of this host, while the others wait."""
     result = otherwise
-    _stage("\nthe same by one process, for comparison")
+    _stage("the same by one process, for comparison")
     if dist.get_rank() == 0:
         threads = torch.get_num_threads()
         torch.set_num_threads(len(os.sched_getaffinity(0)))

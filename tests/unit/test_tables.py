@@ -90,7 +90,7 @@ def test_the_claim_is_spelled_out(same: bool, words: str) -> None:
     )
     shown = text(tables.run_table(outcome))
     assert words in shown
-    assert "200 ms; one process 100 ms (2.00x)" in shown
+    assert "200 ms; one process 100 ms: 2 times as long" in shown
     assert "600 B / 300 B; one process 900 B" in shown
 
 

@@ -47,7 +47,7 @@ def run_table(outcome: Outcome) -> Table:
     )
     ratio = outcome.seconds / outcome.seconds_alone if outcome.seconds_alone else float("nan")
     ours, alone = duration(outcome.seconds), duration(outcome.seconds_alone)
-    table.add_row("time", f"per {outcome.unit}", "", f"{ours}; one process {alone} ({ratio:.2f}x)")
+    table.add_row("time", f"per {outcome.unit}", "", f"{ours}; one process {alone}: {ratio:.3g} times as long")
     answer = "yes" if outcome.same else "no"
     detail = f" ({outcome.detail})" if outcome.detail else ""
     table.add_row("check", f"{outcome.claim}: {answer}{detail}", "", "")
