@@ -13,7 +13,8 @@ aten = torch.ops.aten
 
 
 def stage() -> fx.Graph:
-    """Two products, one by a transposed weight, one weight used twice, a norm of several results."""
+    """Two products, one by a transposed weight, one weight used twice, a norm of several results; what is
+    made of weights alone leaves the stage, too."""
     graph = fx.Graph()
     w, v, b, x = (graph.placeholder(n) for n in ("w", "v", "b", "x"))
     call = graph.call_function
@@ -23,7 +24,7 @@ def stage() -> fx.Graph:
     y = call(aten.native_layer_norm.default, (y, [3], b, None, 1e-5))
     y = call(getitem, (y, 0))
     z = call(aten.cat.default, ([y, x, v],))
-    graph.output((call(aten.mm.default, (z, v)), y))
+    graph.output((call(aten.mm.default, (z, v)), y, call(aten.exp.default, (both,)), w))
     return graph
 
 
@@ -36,8 +37,8 @@ def feed() -> dict[str, Tensor]:
     }
 
 
-def loss(outs: tuple[Tensor, Tensor]) -> Tensor:
-    return outs[0].sin().sum() + outs[1].pow(3).sum()
+def loss(outs: tuple[Tensor, ...]) -> Tensor:
+    return outs[0].sin().sum() + outs[1].pow(3).sum() + outs[2].cos().sum()
 
 
 def test_both_halves_are_the_whole() -> None:

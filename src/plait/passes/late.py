@@ -7,7 +7,7 @@ in a queue:
     y = linear(x, w)      B: dx, dw        I: dx; queue (y, dy, w)        W: dw, then what made w
 
 Operators on weights alone (a transpose, a sum of two weights, their moves between ranks) wait with
-them. Each half computes only its own products: nothing is computed twice.
+them, also where what they make leaves the stage. Each half computes only its own products: nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def defer(graph: fx.Graph, weights: Collection[str]) -> dict[str, Late]:
             alone.add(node)
         else:
             modules[f"late_{node.name}"] = postpone(graph, node, queue, alone)
+    for node in (n for n in graph.output_node().all_input_nodes if n in alone.difference(places)):
+        with graph.inserting_before(graph.output_node()):
+            end = graph.call_function(torch.ops.aten.alias.default, (node,))
+        graph.output_node().replace_input_with(node, end)
+        modules[f"late_{end.name}"] = postpone(graph, end, queue, alone)
     return modules
 
 
