@@ -64,7 +64,7 @@ class Stack(nn.Module):
 
 
 def compiled(
-    model: nn.Module, args: Any, workspace: Any, device: torch.device, route: Any
+    model: nn.Module, args: Any, workspace: Any, device: torch.device, route: Any, training: bool = False
 ) -> tuple[Any, dict[str, Tensor], Any]:
     """This rank's executable with every ring direct, or every sum of few rows, and its weights."""
     from dataclasses import replace
@@ -82,12 +82,12 @@ def compiled(
     from plait.runtime.transport import Transport
 
     ranks = workspace.ranks
-    program = capture(model, args, {}, dynamic=None, training=False)
+    program = capture(model, args, {}, dynamic=None, training=training)
     cluster = Cluster.of("dgx-h200").subset(range(ranks))
     # A stand-in for a model that is large enough: the split by rows whatever it gains, or never.
     monkey: dict[str, Any] = {"DIRECT_GAIN": float("inf") if route is None else 0.0, "BESIDE": 1e-6}
     if route is not None:
-        monkey["pick"] = lambda *_: ("native", 1e-3)
+        monkey["pick"] = lambda _, kind, nbytes, *name: ("native", 1e-6 * nbytes)
     free = patch.multiple(planner, **monkey), patch.object(prices, "OPEN", 0.0)
     with free[0], free[1], patch.object(planner.direct, "weigh", lambda *_: ()):
         planned = planner.make(program, planner.Options(ranks, cluster))
@@ -106,8 +106,51 @@ def compiled(
         value = state[part.weight.name].detach()
         if part.cut is not None:
             value = take(value, part.cut.dim, part.cut.rows[workspace.rank])
-        weights[part.weight.name] = value.to(device).contiguous()
+        weights[part.weight.name] = value.to(device, copy=True).contiguous().requires_grad_(training)
     return made, weights, sites
+
+
+def learns(route: Any, make: Any, workspace: Any, device: torch.device) -> None:
+    """Gradients of every weight, over ways back in another order than the ways there, and twice over one."""
+    from plait.rules.moves import take
+
+    model, inputs = make()
+    made, weights, sites = compiled(model, (inputs[0],), workspace, device, route, training=True)
+    called = [str(n.target) for n in made.module.graph.nodes if n.op == "call_module"]
+    assert sites, "nothing direct"
+    assert not set(sites) & set(called), (sites, called)
+    state = dict(model.named_parameters())
+    for some in (inputs[:1], inputs[:2], *([x] for x in inputs[2:])):
+        for p in (*state.values(), *weights.values()):
+            p.grad = None
+        outs = [(leaves(made(weights, [x], torch.zeros(0)))[0], leaves(model(x))[0]) for x in some]
+        for got, want in outs:
+            assert off(got, want) < (2e-2 if CUDA else 1e-4)
+            for loss in (got, want):
+                loss.float().square().mean().backward(retain_graph=len(some) == 1)
+                if len(some) == 1:
+                    loss.float().sin().mean().backward()
+        for part in made.local.shares:
+            want, cut = state[part.weight.name].grad, part.cut
+            want = want if cut is None else take(want, cut.dim, cut.rows[workspace.rank])
+            got = weights[part.weight.name].grad
+            assert got is not None and off(got, want) < (3e-2 if CUDA else 1e-3), part.weight.name
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach().cpu().double(), want.detach().cpu().double()
+    return float((got - want).norm() / want.norm())
+
+
+def texts() -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(2)
+    return decoder().train(), [torch.randint(96, (1, 256 if CUDA else 21)) for _ in range(7 if CUDA else 2)]
+
+
+def stacks() -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(3)
+    rows, calls = (130, 7) if CUDA else (13, 2)
+    return Stack(), [torch.randn(rows, 48).to(DTYPE) for _ in range(calls)]
 
 
 def same(model: nn.Module, inputs: list[Any], workspace: Any, device: Any, route: Any) -> None:
@@ -120,8 +163,7 @@ def same(model: nn.Module, inputs: list[Any], workspace: Any, device: Any, route
         with torch.no_grad():
             want = model(x)
         for a, b in zip(leaves(got), leaves(want), strict=True):
-            error = float((a.cpu().double() - b.double()).norm() / b.double().norm())
-            assert error < (2e-2 if CUDA else 1e-4), error
+            assert off(a, b) < (2e-2 if CUDA else 1e-4)
 
 
 def leaves(out: Any) -> list[Tensor]:
@@ -146,7 +188,14 @@ def others(workspace: Any, device: torch.device) -> None:
     same(Stack(), xs, workspace, device, Route(0.5, 2))
 
 
-JOBS = [partial(rows, Route(runs=2)), partial(rows, Route(0.5)), few, others]
+JOBS = [
+    partial(rows, Route(runs=2)),
+    partial(rows, Route(0.5)),
+    few,
+    others,
+    partial(learns, Route(), texts),
+    partial(learns, Route(runs=2), stacks),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -7,6 +7,7 @@ call_function nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,15 +78,37 @@ def packed_linear(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
     """`* i, o i, o -> * o` by each of the weights: one matmul where they lie one behind the other."""
-    weight, bias = joined(weights), joined(biases)
-    if weight is None or (biases and bias is None):  # somebody has moved one of them
+    together = packed(weights, biases)
+    if together is None:
         shifts: Sequence[Tensor | None] = biases or [None] * len(weights)
         pairs = zip(weights, shifts, strict=True)
         return tuple(torch.nn.functional.linear(x, w, b) for w, b in pairs)
+    return together.apart(torch.nn.functional.linear(x, together.weight, together.bias))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights, and biases, that lie one behind the other, as one; gradients come to each of them."""
+
+    weight: Tensor
+    bias: Tensor | None
+    sizes: list[int]
+    reached: list[int]
+
+    def apart(self, out: Tensor) -> tuple[Tensor, ...]:
+        """The columns of each."""
+        return _Apart.apply(out, self.sizes, self.reached)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def packed(weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Packed | None:
+    """None where they do not: somebody has moved one of them."""
+    weight, bias = joined(weights), joined(biases)
+    if weight is None or (biases and bias is None):
+        return None
     sizes, reached = [w.shape[0] for w in weights], list[int]()
     every = _Joined.apply(weight, reached, *weights)  # type: ignore[no-untyped-call]
     shift = _Joined.apply(bias, reached, *biases) if biases else None  # type: ignore[no-untyped-call]
-    return _Apart.apply(torch.nn.functional.linear(x, every, shift), sizes, reached)  # type: ignore[no-any-return, no-untyped-call]
+    return Packed(every, shift, sizes, reached)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:

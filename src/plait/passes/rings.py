@@ -7,7 +7,8 @@ A ring is a stream of rows [t, d] cut among the ranks in one way. Its events alt
 
 and alternating is what makes one buffer for each enough (runtime/pieces.py): whoever gathers has been
 heard of by everyone since the last scatter, and the other route round. A move that does not alternate is
-left to the group's collectives.
+left to the group's collectives; in training, where the way back is autograd's, the ring is closed between
+two of a kind (runtime/direct_training.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ aten = torch.ops.aten
 WIDEST = 16384  # elements of a row that one program of the kernels takes
 FEW = 128  # rows that the one-hop kernel takes
 MATMULS = (aten.linear.default, ops.packed_linear)
+DUAL = {"gather": "reduce_scatter_own", "scatter": "gather_sum"}  # of an event, the action on the way back
 
 
 @dataclass(frozen=True)
@@ -107,25 +109,33 @@ def columns(matmul: fx.Node) -> list[fx.Node]:
 
 
 def find(program: Program, local: Local) -> Found:
-    """The rings of `local`, an inference program of fixed sizes, whose norms are made one node each."""
+    """The rings of `local`, a program of fixed sizes.
+
+    Norms of an inference are made one node each. In training a move is of a ring if there are matmuls
+    around it, and its way back is a move of the other kind.
+    """
+    training = program.training
     specs = dict(trace(local, feed(program, local), False))
-    fuse(local.graph, specs)
+    if not training:
+        fuse(local.graph, specs)
     rings: dict[Shape, list[Event]] = {}
     few = []
     for node in local.graph.nodes:
         site = local.sites.get(str(node.target)) if node.op == "call_module" else None
-        if site is None or site.of or site.grad:
+        if site is None or site.of or site.grad != training:
             continue
-        if (small := _few(site, node)) is not None:
+        if not training and (small := _few(site, node)) is not None:
             few.append(small)
         shape = _shape(site)
         if shape is None:
             continue
         events = rings.setdefault(shape, [])
         event = _event(site, node)
-        if not events or events[-1].kind != event.kind:
+        if training and event.matmuls and site.conversion.backward.action == DUAL[event.kind]:
             events.append(event)
-    return Found({s: tuple(e) for s, e in rings.items()}, tuple(few), specs)
+        elif not training and (not events or events[-1].kind != event.kind):
+            events.append(event)
+    return Found({s: tuple(e) for s, e in rings.items() if e}, tuple(few), specs)
 
 
 def feed(program: Program, local: Local) -> dict[str, Spec]:
@@ -143,12 +153,12 @@ def feed(program: Program, local: Local) -> dict[str, Spec]:
 
 
 def fixed(program: Program) -> bool:
-    """Whether it is inference of one size, without random draws or state."""
+    """Whether it is of one size, without random draws or state."""
     values = (n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder")
     whole = all(
         isinstance(v, torch.Tensor) and all(isinstance(s, int) for s in v.shape) for v in values
     )
-    still = not program.training and not program.sizes and not program.mutations
+    still = not program.sizes and not program.mutations
     return whole and still and not any(map(is_random, program.graph.nodes))
 
 

@@ -22,7 +22,7 @@ from itertools import pairwise
 from plait.cluster import Cluster
 from plait.cluster.device import Device
 from plait.passes.rings import RUNS, Event, Few, Found, Route, Shape, columns
-from plait.plan.plan import Overlapped
+from plait.plan.plan import BACK, Overlapped
 
 RING, HOP = "ring", "one hop"
 # Measured on 2 x H200 (bench/results/rowshard-notes.md): from a kernel's end to the first byte of a push 2-5 us,
@@ -63,7 +63,8 @@ def weigh(found: Found, blocking: Mapping[str, float], peers: Peers) -> tuple[Ov
     """What gains on `blocking`, the seconds of every site's collective."""
     out: list[Overlapped] = []
     for shape, events in found.rings.items():
-        ring = [_ring(e, shape, found, blocking[e.site.name], peers) for e in events]
+        timed = (_ring(e, shape, found, blocking, peers) for e in events)
+        ring = [o for o in timed if o is not None]
         if GAIN * sum(o.seconds for o in ring) < sum(o.whole for o in ring):
             out += ring
     for few in found.few:
@@ -87,25 +88,34 @@ def direct(form: str) -> bool:
     return form == HOP or form.startswith(f"{RING} ")
 
 
-def _ring(event: Event, shape: Shape, found: Found, blocking: float, peers: Peers) -> Overlapped:
-    clock = _Clock.of(event, shape, found, peers)
-    whole = clock.compute(shape.rows)
-    seconds, route = min(
-        ((clock.seconds(route), route) for route in _routes(clock)), key=lambda s: s[0]
-    )  # the first of equals: fewest runs, fewest direct rows
+def _ring(
+    event: Event, shape: Shape, found: Found, blocking: Mapping[str, float], peers: Peers
+) -> Overlapped | None:
+    """None where there are too few rows for any route."""
+    clock, name = _Clock.of(event, shape, found, peers), event.site.name
+    timed = [(clock.seconds(route), route) for route in _routes(clock)]
+    if not timed:
+        return None
+    seconds, route = min(timed, key=lambda s: s[0])  # the first of equals: fewest runs, fewest direct rows
+    whole, moved = clock.compute(shape.rows), blocking[name]
+    if event.site.grad:
+        seconds += clock.back(route) + clock.copies()
+        whole += clock.of_data(shape.rows) + clock.of_weights()
+        moved += blocking[f"{name}{BACK}"]
     return Overlapped(
-        region=event.site.name,
+        region=name,
         form=f"{RING} {route}",
-        sites=(event.site.name,),
+        sites=(name,),
         nodes=len(event.matmuls),
         seconds=seconds,
-        whole=whole + blocking,
+        whole=whole + moved,
         exposed=max(0.0, seconds - whole),
     )
 
 
 def _routes(clock: _Clock) -> Iterator[Route]:
-    for part in PARTS:
+    """In training norms are autograd's, and no kernel of theirs moves rows."""
+    for part in (0.0,) if clock.event.site.grad else PARTS:
         for runs in RUNS if part < 1 else (1,):
             if clock.own * (1 - part) / runs >= PIECE or part == 1:
                 yield Route(part, runs)
@@ -133,6 +143,29 @@ class _Clock:
 
     def compute(self, rows: float) -> float:
         return sum(self.peers.device.graphed_matmul(rows, o, i, self.dtype) for o, i in self.sizes)
+
+    def back(self, route: Route) -> float:
+        """The way back: terms travel beside the gradients of weights, gathered rows beside those of data."""
+        copy = self.nbytes / self.peers.rate
+        others = self.peers.n - 1
+        if self.event.kind == "gather":
+            return self.of_data(self.rows) + max(self.of_weights(), WAKE + others * copy)
+        piece = self.own / route.runs
+        beside, one = self.of_data(self.own), self.of_data(piece)
+        return _gathered(beside, one, copy / route.runs, others * route.runs) + self.of_weights()
+
+    def of_data(self, rows: float) -> float:
+        device = self.peers.device
+        return sum(device.graphed_matmul(rows, i, o, self.dtype) for o, i in self.sizes)
+
+    def of_weights(self) -> float:
+        device = self.peers.device
+        return sum(device.graphed_matmul(o, i, self.rows, self.dtype) for o, i in self.sizes)
+
+    def copies(self) -> float:
+        """Own rows into the ring; of a gather, all rows once more for the gradients of weights."""
+        kept = self.peers.n if self.event.kind == "gather" else 0
+        return 2 * (1 + kept) * self.nbytes / self.peers.device.bandwidth
 
     def seconds(self, route: Route) -> float:
         """Until the last matmul, or the last row, whichever comes later; with what kernels move in the open."""

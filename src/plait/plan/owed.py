@@ -23,11 +23,10 @@ from plait.passes.overlap.timeline import Machine
 from plait.passes.partition import Local
 from plait.passes.rings import feed
 from plait.passes.trace import Spec, trace
-from plait.plan.plan import Overlapped
+from plait.plan.plan import BACK, Overlapped
 from plait.program import Program
 
 LATE = "late"
-BACK = ".backward"
 _OF = "gradients of the weights of "
 
 

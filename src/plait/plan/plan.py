@@ -44,6 +44,9 @@ class Placed:
         )
 
 
+BACK = ".backward"  # of a move's name: that of its way back
+
+
 @dataclass(frozen=True)
 class Overlapped:
     """A region of operators around collectives, and how it is cut in time (passes/overlap).
@@ -68,7 +71,7 @@ class Overlapped:
 
     def moves(self, name: str) -> bool:
         """Whether a collective is one of its: `sites` say those of both directions, or of one (`move_3.backward`)."""
-        return name in self.sites or name.removesuffix(".backward") in self.sites
+        return name in self.sites or name.removesuffix(BACK) in self.sites
 
     def __str__(self) -> str:
         why = f"; {self.reason}" if self.reason else ""

@@ -177,7 +177,8 @@ class CostPrices:
         if self.beside < 1 and not inner and (matmuls := _matmuls(choice, forward)):
             seconds = self.collective(str(forward), nbytes)
             hidden = sum(self.matmuls.get(m, 0.0) for m in matmuls)
-            return self.beside * seconds + OPEN * max(0.0, seconds - hidden)
+            price = self.beside * seconds + OPEN * max(0.0, seconds - hidden)
+            return 2 * price if choice.grad else price  # its way back is the other move by rows
         copies = STRIDED_COPIES if inner else COPIES
         local = MOVE_LAUNCHES * self.rates.launch + copies * nbytes / self.rates.bandwidth
         price = 0.0 if (_kind(a), _kind(b)) == ("whole", "copied") else local

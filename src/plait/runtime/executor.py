@@ -27,8 +27,10 @@ from plait.plan.planner import Planned
 from plait.program import Program, Size
 from plait.rules.moves import Cut
 from plait.runtime import direct as lowering
+from plait.runtime import direct_training
 from plait.runtime.fused import fuse
 from plait.runtime.graphs import Replay
+from plait.runtime.round_trip import RoundTrip
 from plait.runtime.streams import Beside, modules
 from plait.runtime.symmetric import Workspace
 from plait.runtime.transport import Transport
@@ -50,7 +52,7 @@ class Executable:
     module: fx.GraphModule
     patterns: tuple[Any, ...]  # per leaf of the call: a plain value, or a `Pattern`
     device: torch.device
-    replay: Replay | None = None  # of inference on a CUDA device
+    replay: Replay | RoundTrip | None = None  # on a CUDA device
     arena: Workspace | None = None  # what direct moves write to; it lives as long as the program
 
     @property
@@ -94,10 +96,11 @@ class Executable:
             return self._steps(feed)
 
     def _steps(self, feed: list[Tensor]) -> tuple[Any, ...]:
-        if self.replay is not None and not torch.is_grad_enabled():
-            with sdpa_kernel(FASTEST, set_priority=True):
-                return self.replay(feed)
-        return tuple(self.module(*feed))
+        learning = torch.is_grad_enabled()
+        if self.replay is None or learning != self.program.training:
+            return tuple(self.module(*feed))
+        with nullcontext() if learning else sdpa_kernel(FASTEST, set_priority=True):
+            return self.replay(feed)
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         return leaves_of(self.planned.program, self.patterns, args, kwargs)
@@ -182,7 +185,9 @@ def executable(
     if graphed or (training and fixed and device.type == "cuda"):
         root |= fuse(local.graph, training=training)
     module = fx.GraphModule(root, local.graph)
-    replay = Replay(module, inputs) if graphed else None
+    replay: Replay | RoundTrip | None = None
+    if graphed:
+        replay = RoundTrip(module, inputs, transport.backward) if training else Replay(module, inputs)
     return Executable(planned, local, module, patterns, device, replay, workspace)
 
 
@@ -199,10 +204,15 @@ def _direct(
     chosen = routes(planned.plan.overlaps)
     found = rings.find(planned.program, local)
     made, workspace = dict[str, Any](), None
+    training = planned.program.training
     if chosen:
         workspace = arena(lowering.nbytes(found, chosen, transport.size), device)
-        made = lowering.lower(local, found, chosen, workspace)
-    lowering.norms(local.graph)
+        if training:
+            made = direct_training.lower(local, found, chosen, workspace, transport.backward)
+        else:
+            made = lowering.lower(local, found, chosen, workspace)
+    if not training:
+        lowering.norms(local.graph)
     return made, workspace
 
 

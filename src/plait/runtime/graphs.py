@@ -31,7 +31,7 @@ class Replay:
     _results: tuple[Any, ...] = ()
 
     def __call__(self, feed: Sequence[Tensor]) -> tuple[Any, ...]:
-        if self._graph is None or self._fixed != self._addresses(feed):
+        if self._graph is None or self._fixed != addresses(self._weights(feed)):
             self._calls += 1
             if self._calls <= WARM_UP:
                 return self.run(*feed)
@@ -45,14 +45,13 @@ class Replay:
     def _own(self, feed: Sequence[Tensor]) -> Sequence[Tensor]:
         return feed[len(feed) - self.inputs :]
 
-    def _addresses(self, feed: Sequence[Tensor]) -> tuple[int, ...]:
-        """Where the weights lie: moved weights need another capture."""
-        return tuple(x.data_ptr() for x in feed[: len(feed) - self.inputs])
+    def _weights(self, feed: Sequence[Tensor]) -> Sequence[Tensor]:
+        return feed[: len(feed) - self.inputs]
 
     def _capture(self, feed: Sequence[Tensor]) -> None:
-        weights = list(feed[: len(feed) - self.inputs])
-        self._feed = weights + [x.clone() for x in self._own(feed)]
-        self._fixed = self._addresses(feed)
+        weights = self._weights(feed)
+        self._feed = [*weights, *(x.clone() for x in self._own(feed))]
+        self._fixed = addresses(weights)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -62,3 +61,8 @@ class Replay:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._results = self.run(*self._feed)
+
+
+def addresses(weights: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where they lie: moved weights need another capture."""
+    return tuple(x.data_ptr() for x in weights)

@@ -216,6 +216,11 @@ def matmul_scatter(
 def scattered(ring: Ring, terms: Tensor, compute: Lane) -> Coming:
     """As `matmul_scatter`, of terms that are there whole."""
     ring.terms.partials.buffer.local.copy_(terms)
+    return sent(ring, compute)
+
+
+def sent(ring: Ring, compute: Lane) -> Coming:
+    """As `matmul_scatter`, of terms that `compute` has written to the ring."""
     for rank in ring.rows.others:
         for rows in ring.copied(rank, COPIED):
             ring.send(compute, rank, 0, rows)
@@ -277,10 +282,10 @@ def finish(
     return {} if rows_out is not None else ring.hand_on(compute, push)
 
 
-def published(ring: Ring, rows: Tensor, compute: Lane) -> Coming:
-    """Hand on rows that are made by other operators."""
+def published(ring: Ring, rows: Tensor, compute: Lane, route: Route = COPIED) -> Coming:
+    """Hand on rows that are made by other operators; nothing of `route` is direct."""
     ring.rows.own.copy_(rows)
-    return ring.hand_on(compute, COPIED)
+    return ring.hand_on(compute, route)
 
 
 def _even(rows: float, of: int) -> int:

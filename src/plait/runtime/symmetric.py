@@ -202,15 +202,20 @@ class Workspace:
         """Around every call of a program. One that failed, which it did on all ranks, left signals behind."""
         if self._broken:
             self.ready()
-        self._broken = True
+        self.left(broken=True)
         yield
-        self._broken = False
+        self.left(broken=False)
+
+    def left(self, *, broken: bool) -> None:
+        """Note whether there may be signals that nobody will take."""
+        self._broken = broken
 
     def ready(self) -> None:
         """Empty all flags and slots, then meet all ranks: before first use and after a failure."""
         self._barrier()  # nobody still writes
         for action in self._resets:
             action()
+        self._broken = False
         self._barrier()  # nobody writes yet
 
 
