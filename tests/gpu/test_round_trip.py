@@ -47,6 +47,10 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [torch.zeros(()).cuda() if g is None else g for g in found]
 
 
+def same(got: list[Tensor], want: list[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(got, want, strict=True))
+
+
 def inputs() -> list[Tensor]:
     return [torch.randn(8, 64, device="cuda", requires_grad=True) for _ in range(8)]
 
@@ -70,7 +74,7 @@ def test_steps_of_an_optimizer_are_the_same(loss: Any) -> None:
         for p, g in zip([p for p in model.parameters() if p.requires_grad], got, strict=False):
             p.grad = g if g.dim() else None
         optimizer.step()
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(got, want, strict=True))
+        assert same(got, want)
     assert trip._graphs is not None
     assert all(way.graph is not None for way in trip._graphs.ways.values())
 
@@ -82,7 +86,7 @@ def test_every_set_of_outputs_has_a_way_back_of_its_own() -> None:
         loss(*model(x)).backward()
         want = gradients(model, x)
         loss(*call(x)).backward()
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(gradients(model, x), want, strict=True))
+        assert same(gradients(model, x), want)
     assert trip._graphs is not None and len(trip._graphs.ways) == 3
 
 
@@ -101,13 +105,13 @@ def test_calls_that_are_open_keep_what_they_have() -> None:
     assert trip._graphs is not None and trip._graphs.open
     for x, out, grads in zip(xs[4:6], outs, want, strict=True):
         out.sin().sum().backward()
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(gradients(model, x), grads, strict=True))
+        assert same(gradients(model, x), grads)
     assert not trip._graphs.open
     x = xs[4]
     loss = call(x)[0].sin().sum()
     for _ in range(2):
         loss.backward(retain_graph=True)
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(gradients(model, x), want[0], strict=True))
+        assert same(gradients(model, x), want[0])
     assert trip._graphs.open
     loss.backward()
     assert not trip._graphs.open
@@ -121,7 +125,7 @@ def test_calls_that_are_open_keep_what_they_have() -> None:
 
 
 def test_gradients_are_the_callers_own() -> None:
-    model, trip, call = made()
+    model, _, call = made()
     xs = inputs()
     for x in xs[:4]:
         call(x)[0].sum().backward()
@@ -132,7 +136,7 @@ def test_gradients_are_the_callers_own() -> None:
     for x in xs[4:6]:
         model(x)[0].sin().sum().backward()
     want = gradients(model, xs[4])[:-1]
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 def test_without_room_there_are_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,10 +131,11 @@ def find(program: Program, local: Local) -> Found:
             continue
         events = rings.setdefault(shape, [])
         event = _event(site, node)
-        if training and event.matmuls and site.conversion.backward.action == DUAL[event.kind]:
-            events.append(event)
-        elif not training and (not events or events[-1].kind != event.kind):
-            events.append(event)
+        if training:
+            fits = bool(event.matmuls) and site.conversion.backward.action == DUAL[event.kind]
+        else:
+            fits = not events or events[-1].kind != event.kind
+        events += [event] * fits
     return Found({s: tuple(e) for s, e in rings.items() if e}, tuple(few), specs)
 
 

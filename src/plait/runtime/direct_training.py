@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -214,8 +214,8 @@ class _Gather(torch.autograd.Function):
             known = [(g, w) for g, w in zip(grads, weights, strict=True) if g is not None]
             if ctx.needs_input_grad[1] and known:
                 lane, terms = way.turns.take("scatter"), ring.terms.partials.buffer.local
-                for i, (g, w) in enumerate(known):
-                    torch.mm(g, w, out=terms) if i == 0 else terms.addmm_(g, w)
+                for i, (dy, w) in enumerate(known):
+                    torch.mm(dy, w, out=terms) if i == 0 else terms.addmm_(dy, w)
                 coming = pieces.sent(ring, lane)
             back: list[Tensor | None] = []
             for i, g in enumerate(grads):
