@@ -74,6 +74,7 @@ def test_steps_of_an_optimizer_are_the_same(loss: Any) -> None:
         for p, g in zip([p for p in model.parameters() if p.requires_grad], got, strict=False):
             p.grad = g if g.dim() else None
         optimizer.step()
+        optimizer.zero_grad()
         assert same(got, want)
     assert trip._graphs is not None
     assert all(way.graph is not None for way in trip._graphs.ways.values())

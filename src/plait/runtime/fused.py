@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
 
 from plait.passes.chains import REDUCTIONS, chains
 
@@ -45,6 +47,8 @@ class Fused(nn.Module):
         form = tuple((x.shape, x.stride(), x.dtype, grad and x.requires_grad) for x in inputs)
         if form not in self.compiled:
             self.compiled[form] = self._compile(list(inputs))
+        if any(learns for *_, learns in form):
+            return _Chain.apply(self.compiled[form], *inputs)  # type: ignore[no-untyped-call]
         return self.compiled[form](*inputs)
 
     def _compile(self, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -57,9 +61,43 @@ class Fused(nn.Module):
 
 
 def inductor(chain: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    import torch._functorch.config
-    import torch._inductor
+    import torch._inductor  # seconds
 
     like = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-    with torch._functorch.config.patch(donated_buffer=False):  # a backward may be asked for twice
+    with keeping():
         return torch._inductor.compile(chain, like, options=ROUNDED)  # type: ignore[no-any-return, arg-type]
+
+
+def keeping() -> AbstractContextManager[None]:
+    """Within it AOT autograd compiles, and runs, ways back that overwrite nothing; of this thread."""
+    import torch._functorch.config
+
+    return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[no-any-return]
+
+
+class _Chain(torch.autograd.Function):
+    """A compiled chain whose way back may be asked for twice."""
+
+    @staticmethod
+    def forward(ctx: Any, compiled: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.own = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        with torch.enable_grad():
+            ctx.outs = tuple(compiled(*ctx.own))
+        outs = tuple(x.detach() for x in ctx.outs)
+        ctx.mark_non_differentiable(*(x for x, own in zip(outs, ctx.outs, strict=True) if not own.requires_grad))
+        return outs
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        pairs = [(o, g) for o, g in zip(ctx.outs, grads, strict=True) if g is not None]
+        asked = [x for x in ctx.own if x.requires_grad]
+        outs, given = [o for o, _ in pairs], [g for _, g in pairs]
+        with keeping():
+            found = torch.autograd.grad(outs, asked, given, retain_graph=kept, allow_unused=True) if pairs else ()
+        if not kept:
+            del ctx.outs
+        back = iter(found or [None] * len(asked))
+        return None, *(next(back) if x.requires_grad else None for x in ctx.own)
