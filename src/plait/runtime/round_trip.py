@@ -118,15 +118,14 @@ class _Graphs:
     def back(self, given: Grads) -> Grads:
         which = tuple(g is not None for g in given)
         if which not in self.ways:
-            self.ways[which] = _Way(self, [g.detach().clone() for g in given if g is not None], which)
-        return self.ways[which].run([g for g in given if g is not None])
+            self.ways[which] = _Way([g.detach().clone() for g in given if g is not None], which)
+        return self.ways[which].run(self, [g for g in given if g is not None])
 
 
 @dataclass
 class _Way:
     """One way back: of the outputs `which` have a gradient."""
 
-    graphs: _Graphs
     given: list[Tensor]
     which: tuple[bool, ...]
     graph: torch.cuda.CUDAGraph | None = None
@@ -134,34 +133,33 @@ class _Way:
     runs: int = 0
     loose: bool = False
 
-    def run(self, given: Sequence[Tensor]) -> Grads:
+    def run(self, graphs: _Graphs, given: Sequence[Tensor]) -> Grads:
         for mine, theirs in zip(self.given, given, strict=True):
             mine.copy_(theirs, non_blocking=True)
         self.runs += 1
         if self.runs > 1 and self.graph is None and not self.loose:
-            self._capture()
+            self._capture(graphs)
         if self.graph is None:
-            return self._gradients()
+            return self._gradients(graphs)
         self.graph.replay()
         return tuple(None if g is None else g.clone() for g in self.found)
 
-    def _capture(self) -> None:
-        graph, graphs = torch.cuda.CUDAGraph(), self.graphs
-        pool = graphs.there.pool()
+    def _capture(self, graphs: _Graphs) -> None:
+        graph, pool = torch.cuda.CUDAGraph(), graphs.there.pool()
         try:
             with torch.cuda.graph(graph, pool=pool, stream=graphs.stream, capture_error_mode="thread_local"):
-                self.found = self._gradients()
+                self.found = self._gradients(graphs)
             self.graph = graph
         except RuntimeError as error:
             self.loose = True
             warnings.warn(f"a way back runs outside of CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
 
-    def _gradients(self) -> Grads:
+    def _gradients(self, graphs: _Graphs) -> Grads:
         """Of every leaf, in their order; the graph of autograd stays, for the next time."""
-        leaves = [x for x in self.graphs.feed if x.requires_grad]
-        outs = [x for x, here in zip(self.graphs.outs, self.which, strict=True) if here]
+        leaves = [x for x in graphs.feed if x.requires_grad]
+        outs = [x for x, here in zip(graphs.outs, self.which, strict=True) if here]
         found = iter(torch.autograd.grad(outs, leaves, self.given, retain_graph=True, allow_unused=True))
-        return tuple(next(found) if x.requires_grad else None for x in self.graphs.feed)
+        return tuple(next(found) if x.requires_grad else None for x in graphs.feed)
 
 
 class _There(torch.autograd.Function):
