@@ -99,7 +99,7 @@ def _ring(
     seconds, route = min(timed, key=lambda s: s[0])  # the first of equals: fewest runs, fewest direct rows
     whole, moved = clock.compute(shape.rows), blocking[name]
     if event.site.grad:
-        seconds += clock.back(route) + clock.copies()
+        seconds += clock.back(route) + clock.sum()
         whole += clock.of_data(shape.rows) + clock.of_weights()
         moved += blocking[f"{name}{BACK}"]
     return Overlapped(
@@ -145,11 +145,12 @@ class _Clock:
         return sum(self.peers.device.graphed_matmul(rows, o, i, self.dtype) for o, i in self.sizes)
 
     def back(self, route: Route) -> float:
-        """The way back: terms travel beside the gradients of weights, gathered rows beside those of data."""
+        """The way back: gathered rows travel beside gradients of data, terms beside those of weights."""
         copy = self.nbytes / self.peers.rate
         others = self.peers.n - 1
         if self.event.kind == "gather":
-            return self.of_data(self.rows) + max(self.of_weights(), WAKE + others * copy)
+            travel = WAKE + others * copy
+            return max(self.of_data(self.rows), travel) + max(self.of_weights(), travel)
         piece = self.own / route.runs
         beside, one = self.of_data(self.own), self.of_data(piece)
         return _gathered(beside, one, copy / route.runs, others * route.runs) + self.of_weights()
@@ -162,10 +163,9 @@ class _Clock:
         device = self.peers.device
         return sum(device.graphed_matmul(o, i, self.rows, self.dtype) for o, i in self.sizes)
 
-    def copies(self) -> float:
-        """Own rows into the ring; of a gather, all rows once more for the gradients of weights."""
-        kept = self.peers.n if self.event.kind == "gather" else 0
-        return 2 * (1 + kept) * self.nbytes / self.peers.device.bandwidth
+    def sum(self) -> float:
+        """Of the terms of the own rows, which no norm takes in."""
+        return (self.peers.n + 1) * self.nbytes / self.peers.device.bandwidth
 
     def seconds(self, route: Route) -> float:
         """Until the last matmul, or the last row, whichever comes later; with what kernels move in the open."""

@@ -39,7 +39,8 @@ def nbytes(found: Found, chosen: Routes, ranks: int) -> int:
     total = 0
     for shape, events in found.rings.items():
         if any(e.site.name in chosen for e in events):
-            total += Ring.nbytes(shape.bounds, shape.width, shape.dtype)
+            again = any(e.site.grad for e in events)  # direct_training.py
+            total += Ring.nbytes(shape.bounds, shape.width, shape.dtype, again)
     for few in slots(found, chosen):
         total += bytes_for(((2, ranks, few.rows, few.width), few.site.dtype))
     return total

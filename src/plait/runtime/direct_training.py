@@ -1,11 +1,11 @@
 """Direct moves of a training program: each with the matmuls around it, there and back.
 
-    gather, matmuls     y = x W'    back: dx = sum of dy W, whose terms travel beside dW = dy' x
+    gather, matmuls     y = x W'    back: x travels again, beside dx = sum of dy W; its terms beside dW = dy' x
     matmul, scatter     y = x W'    back: dy travels beside dx = dy W of the own rows; then dW = dy' x
 
 The way there is as in inference (pieces.py), but for norms, which autograd has to see: no kernel of theirs moves
-rows. On the way back the gradients of weights wait until the rows are on their way, so that most of a transfer has a
-matmul beside it that needs nothing from it.
+rows. Of what is gathered only the own rows are kept, and on the way back the gradients of weights wait until the
+rows are on their way, so that a transfer has a matmul beside it that needs nothing from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from plait.runtime import pieces
 from plait.runtime.copy_engine import Lane
 from plait.runtime.direct import Routes, own_shape
 from plait.runtime.direct_calls import flat
-from plait.runtime.pieces import Coming, Linear, Ring
+from plait.runtime.pieces import COPIED, Coming, Linear, Ring
 from plait.runtime.symmetric import Workspace
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -45,7 +45,7 @@ def lower(
         if not mine:
             continue
         ring = Ring.of(workspace, shape.bounds, shape.width, shape.dtype)
-        turns = Turns(ring, workspace, backward)
+        turns = Turns(ring, ring.again(workspace), workspace, backward)
         workspace.on_reset(turns.reset)
         for event in mine:
             made[f"{event.site.name}_ring"] = _replace(local.graph, event, turns, chosen[event.site.name])
@@ -83,14 +83,19 @@ def _replace(graph: fx.Graph, event: Event, turns: Turns, route: Route) -> nn.Mo
 class Turns:
     """The moves of a ring, in the order in which they come: on the way back that is autograd's.
 
-    Moves of the two kinds alternate safely (pieces.py). Where two of a kind follow each other the ring is closed
-    between them, and after the last one of a call or of a way back.
+        gather     rows of the ring      after a scatter: whoever sends terms has read the rows of the gather before
+        scatter    terms of the ring     after a gather: whoever hands on rows has summed the terms before
+        again      rows of their own     after a gather: whoever hands on rows has read those that came again
+
+    Otherwise the ring is closed and opened before the move, as it is for a call and for a way back.
     """
 
     ring: Ring
+    second: Ring
     workspace: Workspace
     backward: Guard
-    last: str = ""  # the kind of the last move; none since the ring was closed
+    _open: bool = False
+    _barred: frozenset[str] = frozenset()  # kinds that cannot be next as it is
     _pass: int = -1  # of autograd, that will close the ring
 
     @property
@@ -104,24 +109,28 @@ class Turns:
             self._pass = task
             self.workspace.left(broken=True)  # by a way back that does not end
             Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
-        if self.last == kind:
+        if kind in self._barred:
             self.close()
-        if not self.last:
+        if not self._open:
             self.ring.open(self.lane)
-        self.last = kind
+            self._open = True
+        self._barred = self._barred - FREES[kind] | {kind}
         return self.lane
 
     def close(self) -> None:
-        if self.last:
+        if self._open:
             self.ring.close(self.lane)
-        self.last = ""
+        self._open, self._barred = False, frozenset()
 
     def _end(self) -> None:
         self.close()
         self.workspace.left(broken=False)
 
     def reset(self) -> None:
-        self.last, self._pass = "", -1
+        self._open, self._barred, self._pass = False, frozenset(), -1
+
+
+FREES: dict[str, set[str]] = {"gather": {"scatter", "again"}, "scatter": {"gather"}, "again": set()}
 
 
 class _Close(nn.Module):
@@ -140,12 +149,35 @@ class _Way:
     turns: Turns
     route: Route
 
-    def gather(self, rows: Tensor, linears: Sequence[Linear]) -> Tensor:
-        """`linears` of all rows, of which these are the own ones; all rows, until the ring's next move."""
+    def gather(self, own: Tensor, linears: Sequence[Linear], keep: bool = False) -> None:
+        """`linears` of all rows, of which these are the own ones."""
         lane, ring = self.turns.take("gather"), self.turns.ring
-        coming = pieces.published(ring, flat(rows), lane, self.route)
-        pieces.gather_matmul(ring, linears, lane, coming, self.route)
-        return ring.rows.buffer.local
+        coming, handed = self._hand_on(ring, lane, own, keep)
+        pieces.gather_matmul(ring, linears, lane, coming, self.route, own)
+        lane.after(handed)  # `own` may go
+
+    def again(self, own: Tensor) -> Callable[[], Tensor]:
+        """Own rows on their way to all others once more; call it for those of all ranks."""
+        lane, ring = self.turns.take("again"), self.turns.second
+        coming, handed = self._hand_on(ring, lane, own, keep=True)
+
+        def arrived() -> Tensor:
+            lane.after(handed)
+            return pieces.gathered(ring, coming)
+
+        return arrived
+
+    def gathered(self) -> Tensor:
+        """All rows of the last `gather` that was to `keep` them, until the next one."""
+        return self.turns.ring.rows.buffer.local
+
+    def _hand_on(self, ring: Ring, lane: Lane, own: Tensor, keep: bool = False) -> tuple[Coming, Any]:
+        """What comes, and when all is handed on; `keep`: the own rows go into the ring too, behind the others."""
+        coming = ring.hand_on(lane, COPIED if ring is self.turns.second else self.route, own)
+        if keep:
+            with ring.copies():
+                ring.rows.own.copy_(own)
+        return coming, ring.copies.mark()
 
     def summed(self, coming: Coming) -> Tensor:
         """The own rows of a sum whose terms are on their way."""
@@ -196,30 +228,31 @@ class _Gather(torch.autograd.Function):
             for w, b in zip(weights, biases, strict=True)
             if w is not None
         ]
-        whole = way.gather(x, linears)
+        own = flat(x).contiguous()
+        way.gather(own, linears)
         ctx.set_materialize_grads(False)
         ctx.way, ctx.shape = way, x.shape
-        # a copy: the next gather overwrites the ring's
-        kept = whole.clone() if any(ctx.needs_input_grad[2::2]) else None
-        ctx.save_for_backward(kept, *weights)
+        ctx.save_for_backward(own if any(ctx.needs_input_grad[2::2]) else None, *weights)
         return tuple(linear.out for linear in linears)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         way: _Way = ctx.way
-        whole, *weights = ctx.saved_tensors
+        own, *weights = ctx.saved_tensors
         ring, dx, coming = way.turns.ring, None, None
         with way.turns.backward():
             known = [(g, w) for g, w in zip(grads, weights, strict=True) if g is not None]
+            arrived = way.again(own) if own is not None else None
             if ctx.needs_input_grad[1] and known:
                 lane, terms = way.turns.take("scatter"), ring.terms.partials.buffer.local
                 for i, (dy, w) in enumerate(known):
                     torch.mm(dy, w, out=terms) if i == 0 else terms.addmm_(dy, w)
                 coming = pieces.sent(ring, lane)
+            whole = arrived() if arrived is not None else None
             back: list[Tensor | None] = []
             for i, g in enumerate(grads):
-                back.append(g.t().mm(whole) if g is not None and ctx.needs_input_grad[2 + 2 * i] else None)
+                back.append(g.t().mm(whole) if g is not None and ctx.needs_input_grad[2 + 2 * i] else None)  # type: ignore[arg-type]
                 back.append(g.sum(0) if g is not None and ctx.needs_input_grad[3 + 2 * i] else None)
             if coming is not None:
                 dx = way.summed(coming).view(ctx.shape)
@@ -254,7 +287,8 @@ class _Scatter(torch.autograd.Function):
         with way.turns.backward():
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             linears = [Linear(weight.t(), dx)] if asked else []
-            whole = way.gather(grad, linears)
+            way.gather(flat(grad).contiguous(), linears, keep=learns or shifts)
+            whole = way.gathered()
             dw = whole.t().mm(x) if learns else None
             db = whole.sum(0) if shifts else None
         return None, dx if asked else None, dw, db

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from plait.passes import rings
+from plait.passes.buckets import bucket
 from plait.passes.grouped import group
 from plait.passes.meanwhile import pay
 from plait.passes.partition import Local
@@ -33,7 +35,7 @@ from plait.runtime.graphs import Replay
 from plait.runtime.round_trip import RoundTrip
 from plait.runtime.streams import Beside, modules
 from plait.runtime.symmetric import Workspace
-from plait.runtime.transport import Transport
+from plait.runtime.transport import BucketModule, Transport
 
 # Of inference on CUDA, in this order where they can: cuDNN's took 7 % off a step of 8192 tokens on H200
 # (torch 2.11), against flash attention.
@@ -170,6 +172,9 @@ def executable(
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
     root |= direct
     root |= pay(local, owed.sites(planned.plan.overlaps))
+    for name, of in bucket(local, algorithms).items():
+        how = algorithms.get(f"{of[0]}.backward", "native")
+        root[name] = BucketModule([local.sites[s] for s in of], transport, how)
     alone = _fresh(local.graph)
     beside = Beside.of(transport, device) if any(s.of for s in local.sites.values()) else None
     root |= modules(local.sites, beside or transport, algorithms, alone if beside is None else ())
@@ -187,7 +192,8 @@ def executable(
     module = fx.GraphModule(root, local.graph)
     replay: Replay | RoundTrip | None = None
     if graphed:
-        replay = RoundTrip(module, inputs, transport.backward) if training else Replay(module, inputs)
+        trip = partial(RoundTrip, backward=transport.backward) if training else Replay
+        replay = trip(module, inputs, group=transport.group)
     return Executable(planned, local, module, patterns, device, replay, workspace)
 
 

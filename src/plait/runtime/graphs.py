@@ -8,11 +8,14 @@ overwritten by the next replay.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 WARM_UP = 2  # calls before the capture: autotuned libraries settle, communicators connect
@@ -24,6 +27,7 @@ class Replay:
 
     run: Callable[..., tuple[Any, ...]]
     inputs: int  # how many of the last of `feed` differ from call to call
+    group: dist.ProcessGroup | None = None  # whose collectives are captured
     _calls: int = 0
     _graph: torch.cuda.CUDAGraph | None = None
     _feed: list[Tensor] = field(default_factory=list)
@@ -61,8 +65,49 @@ class Replay:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._results = self.run(*self._feed)
+        end_before(self.group, self)
+
+    def end(self) -> None:
+        """Let go of the graph."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph, self._results = None, ()
 
 
 def addresses(weights: Sequence[Tensor]) -> tuple[int, ...]:
     """Where they lie: moved weights need another capture."""
     return tuple(x.data_ptr() for x in weights)
+
+
+# -- the end of a group -----------------------------------------------------------------------------
+
+
+class Ends(Protocol):
+    def end(self) -> None: ...
+
+
+# of a group: what holds graphs with its collectives
+_held: WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[Ends]]] = WeakKeyDictionary()
+
+
+def end_before(group: dist.ProcessGroup | None, holder: Ends) -> None:
+    """`holder` ends when `group` is about to be shut down: NCCL waits until no graph has collectives of it, and the
+    module that has the graph may live as long as the script that destroys the group. torch tells nobody of
+    a shutdown, so its method is wrapped, once."""
+    if group is None:
+        return
+    _held.setdefault(group, []).append(weakref.ref(holder))
+    shutdown = dist.ProcessGroup.shutdown
+    if getattr(shutdown, "ends_graphs", False):
+        return
+
+    def wrapped(group: dist.ProcessGroup) -> None:
+        holders = [holder for ref in _held.pop(group, []) if (holder := ref()) is not None]
+        if holders:
+            torch.cuda.synchronize()
+        for holder in holders:
+            holder.end()
+        shutdown(group)
+
+    wrapped.ends_graphs = True  # type: ignore[attr-defined]
+    dist.ProcessGroup.shutdown = wrapped  # type: ignore[assignment, method-assign]

@@ -20,7 +20,7 @@ does not fit beside the matmul goes directly, meanwhile.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -80,10 +80,18 @@ class Ring:
             copies=Lane.beside(device),
         )
 
+    def again(self, workspace: Workspace) -> Ring:
+        """The same for rows that are gathered between two moves of this one; terms and signals are shared."""
+        local = self.rows.buffer.local
+        rows = Rows(workspace.buffer(local.shape, local.dtype, fill=0), self.rows.bounds)
+        workspace.brought(rows.buffer.local)
+        return replace(self, rows=rows, gathered=tuple(workspace.channel() for _ in self.gathered))
+
     @staticmethod
-    def nbytes(bounds: tuple[int, ...], width: int, dtype: torch.dtype) -> int:
+    def nbytes(bounds: tuple[int, ...], width: int, dtype: torch.dtype, again: bool = False) -> int:
         whole, staged = ((bounds[-1], width), dtype), (staged_shape(bounds, width), dtype)
-        return bytes_for(whole, whole, staged, channels=3 + 2 * max(RUNS), ranks=len(bounds) - 1)
+        buffers = [whole, whole, staged, *[whole] * again]
+        return bytes_for(*buffers, channels=3 + (2 + again) * max(RUNS), ranks=len(bounds) - 1)
 
     def direct(self, owner: int, route: Route) -> Range:
         """The owner's direct rows: next to its neighbour's, so that both can be one matmul's rows."""
@@ -112,14 +120,18 @@ class Ring:
             self.released.put()
         compute.after(self.copies.mark())
 
-    def hand_on(self, compute: Lane, route: Route) -> Coming:
-        """The own rows to all others, as soon as `compute` has come here; what they hand on, in turn."""
-        me = self.rows.rank
+    def hand_on(self, compute: Lane, route: Route, own: Tensor | None = None) -> Coming:
+        """The own rows to all others, as soon as `compute` has come here; what they hand on, in turn.
+
+        `own`: where these rows are, if they do not lie in the ring.
+        """
+        me, own = self.rows.rank, self.rows.own if own is None else own
+        begin = self.rows.bounds[me]
         self.copies.after(compute.mark())
         for (first, last), landed in zip(self.copied(me, route), self.gathered, strict=False):
             for rank in landed.reached(self.rows.others):
-                into, rows = (self.rows.between(first, last, on=on) for on in (rank, None))
-                push(self.copies, into, rows, landed, rank)
+                into = self.rows.between(first, last, on=rank)
+                push(self.copies, into, own[first - begin : last - begin], landed, rank)
         return self._coming(self.gathered, {rank: self.copied(rank, route) for rank in self.rows.others})
 
     def send(self, compute: Lane, owner: int, run: int, rows: Range) -> None:
@@ -163,18 +175,27 @@ class Linear:
 
 
 def gather_matmul(
-    ring: Ring, linears: Sequence[Linear], compute: Lane, coming: Coming, route: Route = COPIED
+    ring: Ring,
+    linears: Sequence[Linear],
+    compute: Lane,
+    coming: Coming,
+    route: Route = COPIED,
+    own: Tensor | None = None,
 ) -> None:
-    """Every one of `linears` of all rows in pieces; `coming` is that of `ring.hand_on(route)`."""
+    """Every one of `linears` of all rows in pieces; `coming` is that of `ring.hand_on(route, own)`."""
     rows = ring.rows
 
     def run(first: int, last: int) -> None:
         for linear in linears:
             linear(rows.between(first, last), first, last)
 
-    here = [(rows.bounds[rows.rank], rows.bounds[rows.rank + 1])]
-    for first, last in merged(sorted(here + [ring.direct(rank, route) for rank in rows.others])):
-        run(first, last)
+    here = (rows.bounds[rows.rank], rows.bounds[rows.rank + 1])
+    if own is not None:
+        for linear in linears:
+            linear(own, *here)
+    else:
+        for first, last in merged(sorted([here] + [ring.direct(rank, route) for rank in rows.others])):
+            run(first, last)
     for i in range(route.runs):
         for rank in rows.others:
             for first, last in ring.copied(rank, route)[i : i + 1]:
@@ -282,10 +303,10 @@ def finish(
     return {} if rows_out is not None else ring.hand_on(compute, push)
 
 
-def published(ring: Ring, rows: Tensor, compute: Lane, route: Route = COPIED) -> Coming:
-    """Hand on rows that are made by other operators; nothing of `route` is direct."""
+def published(ring: Ring, rows: Tensor, compute: Lane) -> Coming:
+    """Hand on rows that are made by other operators."""
     ring.rows.own.copy_(rows)
-    return ring.hand_on(compute, route)
+    return ring.hand_on(compute, COPIED)
 
 
 def _even(rows: float, of: int) -> int:

@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.runtime.graphs import WARM_UP, addresses
+from plait.runtime.graphs import WARM_UP, addresses, end_before
 
 Grads = tuple[Tensor | None, ...]
 ROOM = 1.1  # times what the program has been seen to take beside its weights
@@ -38,6 +39,7 @@ class RoundTrip:
     run: Callable[..., tuple[Any, ...]]
     inputs: int  # how many of the last of `feed` differ from call to call
     backward: Callable[[], AbstractContextManager[None]] = nullcontext
+    group: dist.ProcessGroup | None = None  # whose collectives are captured
     _calls: int = 0
     _graphs: _Graphs | None = None
     _loose: bool = False  # there is no room for graphs, or something in the program does not go into one
@@ -57,7 +59,9 @@ class RoundTrip:
         if not room():
             return None
         try:
-            return _Graphs.capture(self.run, feed, len(feed) - self.inputs, self.backward)
+            made = _Graphs.capture(self.run, feed, len(feed) - self.inputs, self.backward)
+            end_before(self.group, made)
+            return made
         except RuntimeError as error:
             warnings.warn(f"the program runs outside of CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
             return None
@@ -75,7 +79,7 @@ class _Call:
     """Whoever holds it may ask for the way back."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Graphs:
     feed: list[Tensor]  # leaves of their own: over the weights' memory, and copies of the inputs
     fixed: int  # how many are weights
@@ -104,6 +108,13 @@ class _Graphs:
         """Whether `feed` has the same weights, and wants the same gradients."""
         same = addresses(self.feed[: self.fixed]) == addresses(feed[: self.fixed])
         return same and all(a.requires_grad == b.requires_grad for a, b in zip(self.feed, feed, strict=True))
+
+    def end(self) -> None:
+        """Let go of what is captured."""
+        self.there.reset()
+        for way in self.ways.values():
+            if way.graph is not None:
+                way.graph.reset()
 
     @property
     def open(self) -> bool:

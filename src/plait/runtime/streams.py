@@ -284,6 +284,6 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        with ctx.way.transport.backward():
+        with ctx.way.transport.way_back(grad):
             ctx.trip.back = ctx.way.backward(grad)
         return grad.new_empty(0), None, None

@@ -10,8 +10,8 @@ Rows travel along dim 0 of contiguous buffers, in order of rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,13 @@ class Transport:
         """Around a call of a program that all ranks share. The ways back come in whatever order the
         user takes them."""
         return nullcontext() if self.group is None else communicator(self.group).in_order()
+
+    @contextmanager
+    def way_back(self, x: Tensor) -> Iterator[None]:
+        """Around a step of a way back. On a device no token goes ahead of it (collectives/group.py): it would hold
+        up the host at every step, and graphs have none."""
+        with self.backward(), self.in_order() if x.is_cuda else nullcontext():
+            yield
 
     def run(self, step: Step, x: Tensor, cut: Cut | None, algorithm: str) -> Tensor:
         """One step on this rank; all ranks of the group run the same steps in the same order."""
@@ -228,5 +235,40 @@ class _Move(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         module = ctx.module
         c = module.site.conversion
-        with module.transport.backward():
+        with module.transport.way_back(grad):
             return module.transport.run(c.backward, grad, c.cut, module.algorithms[1]), None
+
+
+class BucketModule(nn.Module):
+    """Weights as they come; on the way back the terms of their gradients, summed together (passes/buckets.py)."""
+
+    def __init__(self, sites: Sequence[Site], transport: Transport, algorithm: str) -> None:
+        super().__init__()
+        self.sites, self.transport, self.algorithm = tuple(sites), transport, algorithm
+
+    def forward(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and any(w.requires_grad for w in weights):
+            return _Bucket.apply(self, *weights)  # type: ignore[no-any-return,no-untyped-call]
+        return weights
+
+    def extra_repr(self) -> str:
+        return ", ".join(site.source for site in self.sites)
+
+
+class _Bucket(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: BucketModule, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.module = module
+        return tuple(w.view_as(w) for w in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        module: BucketModule = ctx.module
+        here = [g for g in grads if g is not None]
+        every = torch.cat([g.reshape(-1) for g in here])
+        with module.transport.way_back(every):
+            total = module.transport.run(Step("all_reduce"), every, None, module.algorithm)
+        parts = iter(total.split([g.numel() for g in here]))
+        return None, *(None if g is None else next(parts).view(g.shape) for g in grads)
