@@ -14,6 +14,7 @@ two of a kind (runtime/direct_training.py).
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -59,18 +60,27 @@ RUNS = (1, 2, 4)  # copies of each peer's others that a route may have
 
 @dataclass(frozen=True)
 class Route:
-    """How rows travel: the `direct` part by the kernel that sums and norms, each peer's others in `runs` copies."""
+    """How rows travel: the `direct` part by the kernel that sums and norms, each peer's others in `runs` copies.
+
+    `late`: of the last so many matmuls of a gather, the gradients of the weights are computed beside the move back of
+    the scatter that comes before it in the program.
+    """
 
     direct: float = 0.0
     runs: int = 1
+    late: int = 0
 
     def __str__(self) -> str:
-        return f"{self.direct:g}" + (f" in {self.runs}" if self.runs > 1 else "")
+        runs = f" in {self.runs}" if self.runs > 1 else ""
+        return f"{self.direct:g}{runs}" + (f", {self.late} late" if self.late else "")
 
     @classmethod
     def parse(cls, text: str) -> Route:
-        direct, _, runs = text.partition(" in ")
-        return cls(float(direct), int(runs or 1))
+        """What `str` writes; ValueError for anything else."""
+        found = re.fullmatch(r"([\d.]+)(?: in (\d+))?(?:, (\d+) late)?", text)
+        if found is None:
+            raise ValueError(f"{text!r} is no route; one reads like 0.5, 0 in 2 or 0 in 2, 1 late")
+        return cls(float(found[1]), int(found[2] or 1), int(found[3] or 0))
 
 
 @dataclass(frozen=True)

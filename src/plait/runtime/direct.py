@@ -32,6 +32,7 @@ from plait.runtime.pieces import COPIED, Ring
 from plait.runtime.symmetric import Workspace, bytes_for
 
 Routes = Mapping[str, Route]  # of a site's rows (pieces.py)
+AGAIN = 2  # buffers of a training program for rows that come again, in turn (direct_training.py)
 
 
 def nbytes(found: Found, chosen: Routes, ranks: int) -> int:
@@ -39,7 +40,7 @@ def nbytes(found: Found, chosen: Routes, ranks: int) -> int:
     total = 0
     for shape, events in found.rings.items():
         if any(e.site.name in chosen for e in events):
-            again = any(e.site.grad for e in events)  # direct_training.py
+            again = AGAIN if any(e.site.grad for e in events) else 0
             total += Ring.nbytes(shape.bounds, shape.width, shape.dtype, again)
     for few in slots(found, chosen):
         total += bytes_for(((2, ranks, few.rows, few.width), few.site.dtype))

@@ -5,7 +5,11 @@
 
 The way there is as in inference (pieces.py), but for norms, which autograd has to see: no kernel of theirs moves
 rows. Of what is gathered only the own rows are kept, and on the way back the gradients of weights wait until the
-rows are on their way, so that a transfer has a matmul beside it that needs nothing from it.
+rows are on their way, so that a transfer has a matmul beside it that needs nothing from it. Where a scatter's own
+rows are too few for that, it computes gradients that the gather behind it owes (`Loan`):
+
+    scatter  ── norm ── gather, matmuls ──         back: scatter  |= dW owed =|= dx =|= dW =|
+       └─────── weights ───┘                                      |== dy ==|
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ from plait.passes.partition import Local
 from plait.passes.rings import Event, Found, Route
 from plait.runtime import pieces
 from plait.runtime.copy_engine import Lane
-from plait.runtime.direct import Routes, own_shape
+from plait.runtime.direct import AGAIN, Routes, own_shape
 from plait.runtime.direct_calls import flat
 from plait.runtime.pieces import COPIED, Coming, Linear, Ring
 from plait.runtime.symmetric import Workspace
@@ -45,10 +49,19 @@ def lower(
         if not mine:
             continue
         ring = Ring.of(workspace, shape.bounds, shape.width, shape.dtype)
-        turns = Turns(ring, ring.again(workspace), workspace, backward)
+        turns = Turns(ring, [ring.again(workspace) for _ in range(AGAIN)], workspace, backward)
         workspace.on_reset(turns.reset)
-        for event in mine:
-            made[f"{event.site.name}_ring"] = _replace(local.graph, event, turns, chosen[event.site.name])
+        loan: fx.Node | None = None
+        for event, after in zip(mine, [*mine[1:], None], strict=True):
+            way = Way(turns, chosen[event.site.name])
+            target = f"{event.site.name}_ring"
+            if event.kind == "gather":
+                made[target] = _gather(local.graph, event, target, way, loan)
+                loan = None
+            else:
+                late = chosen[after.site.name].late if after is not None and after.kind == "gather" else 0
+                lent = [m.args[1] for m in after.matmuls[len(after.matmuls) - late :]] if after and late else []
+                made[target], loan = _scatter(local.graph, event, target, way, lent)
         end = f"{mine[0].site.name}_close"
         made[end] = _Close(turns)
         with local.graph.inserting_before(local.graph.find_nodes(op="output")[0]):
@@ -57,26 +70,37 @@ def lower(
     return made
 
 
-def _replace(graph: fx.Graph, event: Event, turns: Turns, route: Route) -> nn.Module:
-    target = f"{event.site.name}_ring"
+def _gather(graph: fx.Graph, event: Event, target: str, way: Way, loan: fx.Node | None) -> nn.Module:
+    facts = (tuple(m.args[1:]) for m in event.matmuls)
     with graph.inserting_before(event.node):
-        if event.kind == "gather":
-            args: list[Any] = [event.node.args[0], *(tuple(m.args[1:]) for m in event.matmuls)]
-            new = graph.call_module(target, tuple(args))
-            for i, matmul in enumerate(event.matmuls):
-                part = graph.call_function(operator.getitem, (new, i))
-                part.meta.update(matmul.meta)
-                matmul.replace_all_uses_with(part)
-        else:
-            new = graph.call_module(target, event.matmuls[0].args)
-            new.meta.update(event.node.meta)
-            event.node.replace_all_uses_with(new)
-    gone = (event.node, *event.matmuls) if event.kind == "scatter" else (*event.matmuls, event.node)
-    for node in gone:
+        new = graph.call_module(target, (event.node.args[0], *facts), {"loan": loan})
+        for i, matmul in enumerate(event.matmuls):
+            part = graph.call_function(operator.getitem, (new, i))
+            part.meta.update(matmul.meta)
+            matmul.replace_all_uses_with(part)
+    for node in (*event.matmuls, event.node):
         graph.erase_node(node)
-    if event.kind == "gather":
-        return GatherMatmuls(turns, route, event.site.shape)
-    return MatmulScatter(turns, route, own_shape(event.site, turns.ring.rows.rank))
+    return GatherMatmuls(way, event.site.shape)
+
+
+def _scatter(
+    graph: fx.Graph, event: Event, target: str, way: Way, lent: Sequence[Any]
+) -> tuple[nn.Module, fx.Node | None]:
+    """`lent`: weights, or lists of packed ones, whose gradients it computes; with the node of their `Loan`."""
+    (matmul,) = event.matmuls
+    with graph.inserting_before(event.node):
+        new = graph.call_module(target, matmul.args, {"lent": tuple(lent)})
+        rows, loan = (graph.call_function(operator.getitem, (new, i)) for i in range(2))
+    rows.meta.update(event.node.meta)
+    event.node.replace_all_uses_with(rows)
+    for node in (event.node, matmul):
+        graph.erase_node(node)
+    if not lent:
+        graph.erase_node(loan)
+    return MatmulScatter(way, own_shape(event.site, way.turns.ring.rows.rank)), loan if lent else None
+
+
+# -- turns ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -85,17 +109,21 @@ class Turns:
 
         gather     rows of the ring      after a scatter: whoever sends terms has read the rows of the gather before
         scatter    terms of the ring     after a gather: whoever hands on rows has summed the terms before
-        again      rows of their own     after a gather: whoever hands on rows has read those that came again
+        again      rows of their own     two gathers later: what is owed (`Owed`) of them is computed in the first,
+                                         behind the rows that it hands on, and before those of the second
 
     Otherwise the ring is closed and opened before the move, as it is for a call and for a way back.
     """
 
     ring: Ring
-    second: Ring
+    seconds: Sequence[Ring]
     workspace: Workspace
     backward: Guard
     _open: bool = False
-    _barred: frozenset[str] = frozenset()  # kinds that cannot be next as it is
+    _last: str = ""  # gather or scatter
+    _gathers: int = 0
+    _again: list[int] = field(default_factory=list)  # how many gathers there had been, of the last ones that came again
+    _owed: list[list[Owed]] = field(default_factory=list)  # of these
     _pass: int = -1  # of autograd, that will close the ring
 
     @property
@@ -103,34 +131,59 @@ class Turns:
         return Lane.current(self.ring.rows.own.device)
 
     def take(self, kind: str) -> Lane:
-        """The lane to compute on, with the ring ready for a move."""
+        """The lane to compute on, with the ring ready for a gather or a scatter."""
+        self._enter()
+        if kind == self._last:
+            self.close()
+            self._enter()
+        self._last = kind
+        self._gathers += kind == "gather"
+        return self.lane
+
+    def take_again(self) -> tuple[Lane, Ring]:
+        """The lane, and a ring for rows that come again."""
+        self._enter()
+        if len(self._again) == AGAIN:
+            used, owed = self._again.pop(0), self._owed.pop(0)
+            for debt in owed:
+                debt.settle()  # whoever should have has not come
+            if self._gathers - used < 2:
+                self.close()
+                self._enter()
+        self._again.append(self._gathers)
+        self._owed.append([])
+        self.seconds = [*self.seconds[1:], self.seconds[0]]
+        return self.lane, self.seconds[-1]
+
+    def owe(self, debt: Owed) -> None:
+        """Of the rows that came again last."""
+        self._owed[-1].append(debt)
+
+    def _enter(self) -> None:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._pass):
             self._pass = task
             self.workspace.left(broken=True)  # by a way back that does not end
             Variable._execution_engine.queue_callback(self._end)  # type: ignore[no-untyped-call]
-        if kind in self._barred:
-            self.close()
         if not self._open:
             self.ring.open(self.lane)
             self._open = True
-        self._barred = self._barred - FREES[kind] | {kind}
-        return self.lane
 
     def close(self) -> None:
+        """All has been read."""
+        for debt in (debt for owed in self._owed for debt in owed):
+            debt.settle()
         if self._open:
             self.ring.close(self.lane)
-        self._open, self._barred = False, frozenset()
+        self.reset()
 
     def _end(self) -> None:
         self.close()
+        self._pass = -1
         self.workspace.left(broken=False)
 
     def reset(self) -> None:
-        self._open, self._barred, self._pass = False, frozenset(), -1
-
-
-FREES: dict[str, set[str]] = {"gather": {"scatter", "again"}, "scatter": {"gather"}, "again": set()}
+        self._open, self._last, self._gathers, self._again, self._owed = False, "", 0, [], []
 
 
 class _Close(nn.Module):
@@ -143,41 +196,38 @@ class _Close(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Way:
+class Way:
     """A move on the ring of `turns`."""
 
     turns: Turns
     route: Route
 
-    def gather(self, own: Tensor, linears: Sequence[Linear], keep: bool = False) -> None:
-        """`linears` of all rows, of which these are the own ones."""
+    def gather(
+        self, own: Tensor, linears: Sequence[Linear], keep: bool = False, beside: Sequence[Owed] = ()
+    ) -> Tensor:
+        """`linears` of all rows, of which these are the own ones, and what is owed before.
+
+        Returns all rows, if it is to `keep` them: until the next gather.
+        """
         lane, ring = self.turns.take("gather"), self.turns.ring
-        coming, handed = self._hand_on(ring, lane, own, keep)
-        pieces.gather_matmul(ring, linears, lane, coming, self.route, own)
+        route = COPIED if beside else self.route
+        coming, handed = _hand_on(ring, lane, own, route, keep)
+        for debt in beside:
+            debt.settle()
+        pieces.gather_matmul(ring, linears, lane, coming, route, own)
         lane.after(handed)  # `own` may go
+        return ring.rows.buffer.local
 
     def again(self, own: Tensor) -> Callable[[], Tensor]:
-        """Own rows on their way to all others once more; call it for those of all ranks."""
-        lane, ring = self.turns.take("again"), self.turns.second
-        coming, handed = self._hand_on(ring, lane, own, keep=True)
+        """Own rows on their way to all others once more; call it, once, for those of all ranks."""
+        lane, ring = self.turns.take_again()
+        coming, handed = _hand_on(ring, lane, own, COPIED, True)
 
         def arrived() -> Tensor:
             lane.after(handed)
             return pieces.gathered(ring, coming)
 
         return arrived
-
-    def gathered(self) -> Tensor:
-        """All rows of the last `gather` that was to `keep` them, until the next one."""
-        return self.turns.ring.rows.buffer.local
-
-    def _hand_on(self, ring: Ring, lane: Lane, own: Tensor, keep: bool = False) -> tuple[Coming, Any]:
-        """What comes, and when all is handed on; `keep`: the own rows go into the ring too, behind the others."""
-        coming = ring.hand_on(lane, COPIED if ring is self.turns.second else self.route, own)
-        if keep:
-            with ring.copies():
-                ring.rows.own.copy_(own)
-        return coming, ring.copies.mark()
 
     def summed(self, coming: Coming) -> Tensor:
         """The own rows of a sum whose terms are on their way."""
@@ -188,39 +238,106 @@ class _Way:
         return out
 
 
-class GatherMatmuls(nn.Module):
-    def __init__(self, turns: Turns, route: Route, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.way, self.shape = _Way(turns, route), shape
+def _hand_on(ring: Ring, lane: Lane, own: Tensor, route: Route, keep: bool) -> tuple[Coming, Any]:
+    """What comes, and when all is handed on; `keep`: the own rows go into the ring too, behind the others."""
+    coming = ring.hand_on(lane, route, own)
+    if keep:
+        with ring.copies():
+            ring.rows.own.copy_(own)
+    return coming, ring.copies.mark()
 
-    def forward(self, x: Tensor, *facts: Sequence[Any]) -> tuple[Any, ...]:
+
+# -- what is owed -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Owed:
+    """The gradient of the weights of one matmul, `sizes` rows of each: of `dy` and the rows that it multiplied."""
+
+    first: int  # of the weights that are lent
+    sizes: Sequence[int]
+    dy: Tensor | None
+    rows: Tensor | None
+    found: Tensor | None = None
+
+    def settle(self) -> None:
+        if self.dy is not None and self.rows is not None:
+            self.found = self.dy.t().mm(self.rows)
+        self.dy = self.rows = None
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Weights of a gather's last matmuls, that came through the scatter before it, and what is owed to them.
+
+    `anchor` is empty; it ties the two together for autograd, which comes to the scatter when the gather is done.
+    """
+
+    weights: Sequence[Sequence[Tensor]]  # of each of the matmuls
+    anchor: Tensor
+    owed: list[Owed]
+
+
+# -- a gather and its matmuls -----------------------------------------------------------------------
+
+
+class GatherMatmuls(nn.Module):
+    def __init__(self, way: Way, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.way, self.shape = way, shape
+
+    def forward(self, x: Tensor, *facts: Sequence[Any], loan: Loan | None = None) -> tuple[Any, ...]:
         """`facts`: what the matmuls multiply `x` by, and add; packed ones a list of each."""
-        pairs, packs = list[Any](), list[tuple[int, ops.Packed | None]]()
-        for weight, *rest in facts:
-            if isinstance(weight, Tensor):
-                packs.append((1, None))
-                pairs += [weight, rest[0] if rest else None]
-                continue
-            biases = rest[0] if rest else ()
-            together = ops.packed(weight, biases)
-            apart = list(zip(weight, biases or [None] * len(weight), strict=True))
-            mine = apart if together is None else [(together.weight, together.bias)]
-            packs.append((len(mine), together))
-            pairs += [x for pair in mine for x in pair]
-        outs = iter(_Gather.apply(self.way, x, *pairs))  # type: ignore[no-untyped-call]
-        made: list[Any] = []
-        for (weight, *_), (count, together) in zip(facts, packs, strict=True):
-            products = [next(outs).view(*self.shape[:-1], -1) for _ in range(count)]
-            if together is not None:
-                made.append(together.apart(products[0]))
-            else:
-                made.append(products[0] if isinstance(weight, Tensor) else tuple(products))
-        return tuple(made)
+        through = [] if loan is None else list(loan.weights)
+        lent: list[Sequence[Tensor]] = [()] * (len(facts) - len(through)) + through
+        products, at = list[_Product](), 0
+        for (weight, *rest), mine in zip(facts, lent, strict=True):
+            weights = list(mine) or ([weight] if isinstance(weight, Tensor) else list(weight))
+            biases = rest[0] if rest else None
+            biases = [] if biases is None else [biases] if isinstance(biases, Tensor) else list(biases)
+            products.append(_Product.of(weights, biases, at if mine else None, isinstance(weight, Tensor)))
+            at += len(mine)
+        late = [place for p in products for place in p.late]
+        owed, anchor = (loan.owed, loan.anchor) if loan is not None else (None, None)
+        pairs = [t for p in products for pair in p.pairs for t in pair]
+        outs = iter(_Gather.apply(self.way, owed, late, anchor, x, *pairs))  # type: ignore[no-untyped-call]
+        return tuple(p.apart([next(outs).view(*self.shape[:-1], -1) for _ in p.pairs]) for p in products)
+
+
+Late = tuple[int, Sequence[int]] | None  # the first of the lent weights, and the rows of each
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One operator of the program: its matmuls, as (weight, bias); what of it is `late`; how its results come."""
+
+    pairs: Sequence[tuple[Tensor, Tensor | None]]
+    late: Sequence[Late]
+    together: ops.Packed | None
+    alone: bool
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor], at: int | None, alone: bool) -> _Product:
+        together = None if alone else ops.packed(weights, biases)
+        if together is not None:
+            late: list[Late] = [None if at is None else (at, together.sizes)]
+            return cls([(together.weight, together.bias)], late, together, False)
+        shifts: Sequence[Tensor | None] = biases or [None] * len(weights)
+        late = [None if at is None else (at + i, [w.shape[0]]) for i, w in enumerate(weights)]
+        return cls(list(zip(weights, shifts, strict=True)), late, None, alone)
+
+    def apart(self, outs: list[Tensor]) -> Any:
+        if self.together is not None:
+            return self.together.apart(outs[0])
+        return outs[0] if self.alone else tuple(outs)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, x: Tensor, *pairs: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, way: Way, owed: list[Owed] | None, late: Sequence[Late], anchor: Tensor | None, x: Tensor,
+        *pairs: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         weights, biases = pairs[::2], pairs[1::2]
         rows = way.turns.ring.rows.buffer.local.shape[0]
         linears = [
@@ -231,64 +348,108 @@ class _Gather(torch.autograd.Function):
         own = flat(x).contiguous()
         way.gather(own, linears)
         ctx.set_materialize_grads(False)
-        ctx.way, ctx.shape = way, x.shape
-        ctx.save_for_backward(own if any(ctx.needs_input_grad[2::2]) else None, *weights)
+        ctx.way, ctx.shape, ctx.owed, ctx.late = way, x.shape, owed, late
+        ctx.anchor = None if anchor is None else anchor.new_empty(0)
+        ctx.save_for_backward(own if any(ctx.needs_input_grad[5::2]) else None, *weights)
         return tuple(linear.out for linear in linears)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        way: _Way = ctx.way
+        way: Way = ctx.way
         own, *weights = ctx.saved_tensors
         ring, dx, coming = way.turns.ring, None, None
+        if ctx.owed is not None:
+            ctx.owed.clear()  # of a way back that did not end
         with way.turns.backward():
-            known = [(g, w) for g, w in zip(grads, weights, strict=True) if g is not None]
             arrived = way.again(own) if own is not None else None
-            if ctx.needs_input_grad[1] and known:
+            if ctx.needs_input_grad[4]:
                 lane, terms = way.turns.take("scatter"), ring.terms.partials.buffer.local
+                known = [(g, w) for g, w in zip(grads, weights, strict=True) if g is not None]
                 for i, (dy, w) in enumerate(known):
                     torch.mm(dy, w, out=terms) if i == 0 else terms.addmm_(dy, w)
                 coming = pieces.sent(ring, lane)
             whole = arrived() if arrived is not None else None
             back: list[Tensor | None] = []
-            for i, g in enumerate(grads):
-                back.append(g.t().mm(whole) if g is not None and ctx.needs_input_grad[2 + 2 * i] else None)  # type: ignore[arg-type]
-                back.append(g.sum(0) if g is not None and ctx.needs_input_grad[3 + 2 * i] else None)
+            for i, (g, late) in enumerate(zip(grads, ctx.late, strict=True)):
+                learns, shifts = ctx.needs_input_grad[5 + 2 * i : 7 + 2 * i]
+                back.append(_weight(ctx, g, whole, late) if g is not None and learns else None)
+                back.append(g.sum(0) if g is not None and shifts else None)
             if coming is not None:
                 dx = way.summed(coming).view(ctx.shape)
-        return None, dx, *back
+        return None, None, None, ctx.anchor, dx, *back
+
+
+def _weight(ctx: Any, dy: Tensor, whole: Tensor | None, late: Late) -> Tensor | None:
+    """The gradient of a weight; None where it is owed."""
+    assert whole is not None
+    if late is None:
+        return dy.t().mm(whole)
+    debt = Owed(*late, dy, whole)
+    ctx.owed.append(debt)
+    ctx.way.turns.owe(debt)
+    return None
+
+
+# -- a matmul and its scatter -----------------------------------------------------------------------
 
 
 class MatmulScatter(nn.Module):
-    def __init__(self, turns: Turns, route: Route, shape: tuple[int, ...]) -> None:
+    def __init__(self, way: Way, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.way, self.shape = _Way(turns, route), shape
+        self.way, self.shape = way, shape
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """This rank's rows of the sum of all ranks' products."""
-        return _Scatter.apply(self.way, flat(x), weight, bias).view(self.shape)  # type: ignore[no-any-return, no-untyped-call]
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, lent: Sequence[Any] = ()
+    ) -> tuple[Tensor, Loan | None]:
+        """This rank's rows of the sum of all ranks' products, and a loan of the weights that are `lent`."""
+        groups = [[w] if isinstance(w, Tensor) else list(w) for w in lent]
+        every, owed = [w for group in groups for w in group], list[Owed]()
+        out, anchor, *through = _Scatter.apply(self.way, owed, flat(x), weight, bias, *every)  # type: ignore[no-untyped-call]
+        loan = None
+        if anchor.requires_grad and every:
+            parts = iter(through)
+            loan = Loan([[next(parts) for _ in group] for group in groups], anchor, owed)
+        return out.view(self.shape), loan
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, way: Way, owed: list[Owed], x: Tensor, weight: Tensor, bias: Tensor | None, *lent: Tensor
+    ) -> tuple[Tensor, ...]:
         lane = way.turns.take("scatter")
         coming = pieces.matmul_scatter(way.turns.ring, x, weight, lane, way.route, bias=bias)
-        ctx.way = way
+        ctx.set_materialize_grads(False)
+        ctx.way, ctx.owed = way, owed
         ctx.save_for_backward(x, weight)
-        return way.summed(coming)
+        return way.summed(coming), x.new_empty(0), *(w.view_as(w) for w in lent)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        way: _Way = ctx.way
+    def backward(ctx: Any, grad: Tensor | None, anchor: Tensor | None, *lent: Tensor | None) -> tuple[Any, ...]:
+        way: Way = ctx.way
         x, weight = ctx.saved_tensors
-        _, asked, learns, shifts = ctx.needs_input_grad
+        _, _, asked, learns, shifts, *_ = ctx.needs_input_grad
+        dx = dw = db = None
+        owed = list(ctx.owed)
+        ctx.owed.clear()
         with way.turns.backward():
-            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            linears = [Linear(weight.t(), dx)] if asked else []
-            way.gather(flat(grad).contiguous(), linears, keep=learns or shifts)
-            whole = way.gathered()
-            dw = whole.t().mm(x) if learns else None
-            db = whole.sum(0) if shifts else None
-        return None, dx if asked else None, dw, db
+            if grad is not None:
+                dx = torch.empty_like(x, memory_format=torch.contiguous_format) if asked else None
+                linears = [Linear(weight.t(), dx)] if dx is not None else []
+                whole = way.gather(flat(grad).contiguous(), linears, keep=learns or shifts, beside=owed)
+                dw = whole.t().mm(x) if learns else None
+                db = whole.sum(0) if shifts else None
+        return None, None, dx, dw, db, *_paid(owed, lent)
+
+
+def _paid(owed: Sequence[Owed], lent: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of the weights that were lent."""
+    found = list(lent)
+    for debt in owed:
+        debt.settle()
+        assert debt.found is not None
+        for i, part in enumerate(debt.found.split(list(debt.sizes))):
+            found[debt.first + i] = part
+    return found

@@ -88,7 +88,7 @@ class Ring:
         return replace(self, rows=rows, gathered=tuple(workspace.channel() for _ in self.gathered))
 
     @staticmethod
-    def nbytes(bounds: tuple[int, ...], width: int, dtype: torch.dtype, again: bool = False) -> int:
+    def nbytes(bounds: tuple[int, ...], width: int, dtype: torch.dtype, again: int = 0) -> int:
         whole, staged = ((bounds[-1], width), dtype), (staged_shape(bounds, width), dtype)
         buffers = [whole, whole, staged, *[whole] * again]
         return bytes_for(*buffers, channels=3 + (2 + again) * max(RUNS), ranks=len(bounds) - 1)
