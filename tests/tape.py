@@ -27,7 +27,7 @@ from plait.plan.direct import HOP, RING
 from plait.plan.plan import Overlapped
 from plait.plan.planner import Planned
 from plait.rules.moves import count
-from plait.runtime import direct_calls, pieces
+from plait.runtime import direct_calls, direct_training, pieces
 from plait.runtime.executor import executable
 from plait.runtime.handshake import Handshake, Reach
 from plait.runtime.symmetric import Buffer, Workspace
@@ -259,15 +259,18 @@ def _one(
         shots.OneShot = partial(Shots.of, tape)  # type: ignore[attr-defined]
         names = {"norm": kernels, "oneshot": shots}
         stack.enter_context(patch.dict(sys.modules, {f"plait.runtime.kernels.{n}": m for n, m in names.items()}))
-        for module in (pieces, direct_calls):
+        for module in (pieces, direct_calls, direct_training):
             stack.enter_context(patch.object(module, "Lane", tape))
         made = executable(planned, still, cpu, still.arena if workspace is None else lambda *_: workspace)
         feed = _feed(made.local, planned)
         tape.running = True
         stack.enter_context(_Seen(tape))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(planned.program.training))
         for _ in range(calls):
-            made.module(*feed)
+            outs = [x for x in made.module(*feed) if x.requires_grad]
+            if outs:
+                asked = [x for x in feed if x.requires_grad]
+                torch.autograd.grad(outs, asked, list(map(torch.ones_like, outs)), allow_unused=True)
     return tuple(tape.items)
 
 
@@ -289,7 +292,8 @@ def _feed(local: Any, planned: Planned) -> list[Tensor]:
         shape = list(share.weight.shape)
         if share.cut is not None:
             shape[share.cut.dim] = count(share.cut.rows[local.rank])
-        out.append(torch.zeros(shape, dtype=share.weight.dtype))
+        asks = planned.program.training and share.weight.requires_grad
+        out.append(torch.zeros(shape, dtype=share.weight.dtype, requires_grad=asks))
     values = {x.name: x.meta["val"] for x in planned.program.graph.nodes if x.op == "placeholder"}
     return out + [
         torch.zeros(tuple(values[i.node].shape), dtype=values[i.node].dtype)

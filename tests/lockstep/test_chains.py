@@ -136,6 +136,22 @@ def test_norms_join_chains_in_training() -> None:
     assert len(seen) == 4 and not any(map(any, seen[2:])), "with gradients and without are compiled apart"
 
 
+def test_the_way_back_of_a_chain_may_be_asked_for_twice() -> None:
+    model, x = Normed(), torch.randn(3, 8)
+    captured = capture(model, (x,), {}, dynamic=None, training=True)
+    planned = planner.make(captured, planner.Options(1, Cluster.of("dgx-h200").subset([0])))
+    graph = planned.local(0).graph
+    made = fuse(graph, as_it_is, training=True)
+    state = dict(model.named_parameters())
+    feed = [state[share.weight.name] for share in planned.local(0).shares]
+    (out,) = fx.GraphModule(dict(made), graph)(*feed, x)
+    loss = out.square().sum()
+    first = torch.autograd.grad(loss, feed, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, feed)))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, feed)
+
+
 def test_groups_are_read_once(local: tuple[fx.Graph, list[Tensor]]) -> None:
     graph, feed = local
     want = run(copy.deepcopy(graph), {}, feed)

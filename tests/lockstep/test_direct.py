@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.capture import capture
 from plait.cluster import Cluster
 from plait.passes import norms, ops
-from plait.passes.rings import find, only_norm
+from plait.passes.rings import Route, find, only_norm
 from plait.plan import planner, rival
 from plait.plan.direct import HOP, RING, routes
 from plait.plan.plan import Plan
@@ -59,10 +59,12 @@ class Layer(nn.Module):
         return x + self.out(self.second(x))
 
 
-def program(model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32) -> Program:
+def program(
+    model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32, training: bool = False
+) -> Program:
     device = next(model.parameters()).device
     x = torch.zeros(shape, dtype=dtype, device=device)
-    return capture(model, (x,), {}, dynamic=None, training=False)
+    return capture(model, (x,), {}, dynamic=None, training=training)
 
 
 NORMS = {"layer": nn.LayerNorm, "rms_rounded": lambda w: Root(w, True), "rms": lambda w: Root(w, False)}
@@ -91,11 +93,13 @@ def test_what_is_no_norm_is_left() -> None:
 
 
 @cache
-def wide(rows: int, overlap: str | int = "auto", cluster: str = "dgx-h200") -> planner.Planned:
+def wide(
+    rows: int, overlap: str | int = "auto", cluster: str = "dgx-h200", training: bool = False
+) -> planner.Planned:
     """Two layers as wide as those of large models, on two devices."""
     with torch.device("meta"):
         model = nn.Sequential(*(Layer(8192, 7168, lambda w: Root(w, True)) for _ in range(2)))
-    made = program(model.to(torch.bfloat16), 1, rows, 8192, dtype=torch.bfloat16)
+    made = program(model.to(torch.bfloat16), 1, rows, 8192, dtype=torch.bfloat16, training=training)
     machine = Cluster.of(cluster).subset(range(2))
     return planner.make(made, planner.Options(2, machine, overlap=overlap))
 
@@ -124,6 +128,50 @@ def test_every_sum_on_the_way_is_taken_by_the_norm_that_reads_it() -> None:
 def test_few_rows_are_summed_in_one_hop() -> None:
     forms = [o.form for o in wide(16).plan.overlaps]
     assert HOP in forms, forms
+
+
+def test_a_training_step_moves_by_rows_there_and_back() -> None:
+    planned = wide(4096, training=True)
+    local = planned.local(0)
+    chosen = routes(planned.plan.overlaps)
+    events = [e for events in find(planned.program, local).rings.values() for e in events]
+    assert {e.kind for e in events} == {"gather", "scatter"}
+    assert {e.site.name for e in events} == set(chosen)
+    assert all(route.direct == 0 for route in chosen.values())
+    assert planned.plan.seconds < wide(4096, "off", training=True).plan.seconds
+    assert not routes(wide(256, training=True).plan.overlaps), "too few rows"
+
+
+def test_what_a_gather_owes_hides_the_way_back_of_the_scatter_before_it() -> None:
+    """A projection of few columns is too short for its gradient's rows; the matmuls behind it are long."""
+
+    class Narrow(Layer):
+        def __init__(self) -> None:
+            super().__init__(8192, 7168, lambda w: Root(w, True))
+            self.inner, self.out = nn.Linear(8192, 2048, bias=False), nn.Linear(2048, 8192, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.out(torch.relu(self.inner(self.first(x))))
+            h = self.second(x)
+            return x + self.down(torch.relu(self.up(h)) * self.gate(h))
+
+    with torch.device("meta"):
+        model = nn.Sequential(Narrow(), Narrow()).to(torch.bfloat16)
+    made = program(model, 1, 4096, 8192, dtype=torch.bfloat16, training=True)
+    planned = planner.make(made, planner.Options(2, Cluster.of("dgx-h200").subset(range(2))))
+    chosen = routes(planned.plan.overlaps)
+    assert [route.late for route in chosen.values()].count(1) == 2, chosen
+
+
+@pytest.mark.parametrize("text", ["0", "0.5", "1", "0.25 in 2", "0 in 4, 1 late", "0, 2 late"])
+def test_routes_read_as_they_are_written(text: str) -> None:
+    assert str(Route.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "in 2", "0 in", "0 late", "0 in 2 1 late", "x"])
+def test_what_is_no_route_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no route"):
+        Route.parse(text)
 
 
 @pytest.mark.parametrize(

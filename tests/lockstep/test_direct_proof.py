@@ -47,11 +47,11 @@ class Block(nn.Module):
         return x + self.out(torch.relu(self.other(x)))
 
 
-def planned(model: nn.Module, args: Any, kwargs: Any, n: int) -> Planned:
+def planned(model: nn.Module, args: Any, kwargs: Any, n: int, training: bool) -> Planned:
     """The split by rows, whatever it gains: what is proven is small, what it stands for is large."""
-    program = capture(model, args, kwargs)
+    program = capture(model, args, kwargs, training=training)
     cluster = Cluster.of("dgx-h200").subset(range(n))
-    free: dict[str, Any] = {"DIRECT_GAIN": 0.0, "BESIDE": 1e-6, "pick": lambda *_: ("native", 1e-3)}
+    free: dict[str, Any] = {"DIRECT_GAIN": 0.0, "BESIDE": 1e-6, "pick": lambda *a: ("native", 1e-6 * a[2])}
     hidden = patch.multiple(planner, **free), patch.object(prices, "OPEN", 0.0)
     with hidden[0], hidden[1], patch.object(planner.direct, "weigh", lambda *_: ()):
         return planner.make(program, planner.Options(n, cluster))
@@ -72,10 +72,13 @@ def decoder() -> tuple[nn.Module, Tensor]:
 
 
 @cache
-def traces(name: str, n: int, route: Route, alone: bool = False) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
+def traces(
+    name: str, n: int, route: Route, alone: bool = False, training: bool = False
+) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
     model, x = blocks() if name == "blocks" else decoder()
     more = {"logits_to_keep": 1} if name == "last row" else {}
-    found, full = tape.record(planned(model.eval(), (x,), more, n), n, route, alone=alone)
+    made = planned(model.train(training), (x,), more, n, training)
+    found, full = tape.record(made, n, route, alone=alone)
     return tuple(found), tuple(full)
 
 
@@ -102,6 +105,22 @@ def test_two_replays_are_safe(name: str, n: int, route: Route) -> None:
     assert len({s.stream for s in steps}) == 2
     check([twice(t) for t in found], full)
     assert all(parse(spell(t)) == t for t in found)
+
+
+STEPS = [("blocks", 2, Route()), ("blocks", 3, Route(runs=2, late=1))]
+LEARNING = [
+    pytest.param(*one, id="-".join(map(str, one)), marks=() if one in STEPS else pytest.mark.full)
+    for one in product(("blocks", "decoder"), (2, 3, 4), (Route(), Route(runs=2), Route(late=1), Route(runs=2, late=1)))
+]
+
+
+@pytest.mark.parametrize(("name", "n", "route"), LEARNING)
+def test_two_steps_there_and_back_are_safe(name: str, n: int, route: Route) -> None:
+    there, _ = traces(name, n, route)
+    found, full = traces(name, n, route, training=True)
+    waits, again = (sum(bool(i.drains) for i in t[0] if isinstance(i, Step)) for t in (there, found))
+    assert again > waits, "a way back that waits for nobody"
+    check([twice(t) for t in found], full)
 
 
 @pytest.mark.parametrize("route", [Route(), Route(0.5, 2)], ids=str)
@@ -331,6 +350,13 @@ def test_seeded_faults_of_one_hop(kind: Any) -> None:
 @pytest.mark.parametrize(("n", "route"), [(2, Route()), (2, Route(0.5, 2)), (3, Route(0.5))], ids=str)
 def test_seeded_faults(kind: Any, n: int, route: Route) -> None:
     seeded(kind, *traces("blocks", n, route))
+
+
+@pytest.mark.parametrize(
+    "kind", [without_a_wait, *(pytest.param(k, marks=pytest.mark.full) for k in (one_early, swapped))]
+)
+def test_seeded_faults_of_a_step(kind: Any) -> None:
+    seeded(kind, *traces("blocks", 2, Route(late=1), training=True))
 
 
 def seeded(kind: Any, right: Sequence[Trace], full: Sequence[str]) -> None:

@@ -81,6 +81,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compiled: Callable[..., Any], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(torch.empty(0))  # torch says what is wrong with a second way back
         ctx.own = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         with torch.enable_grad():
             ctx.outs = tuple(compiled(*ctx.own))
@@ -91,6 +92,7 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         pairs = [(o, g) for o, g in zip(ctx.outs, grads, strict=True) if g is not None]
         asked = [x for x in ctx.own if x.requires_grad]
