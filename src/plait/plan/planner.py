@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import prod
@@ -317,9 +317,9 @@ def _planned(laid: Laid, options: Options) -> Planned:
         collectives=placed,
         whole={n.name: a.reason for n, a in laid.description.accesses.items() if a.reason},
         kept=kept(first, program.unused, program.graph, laid.description, options.tp),
-        bytes_per_rank=tuple(_stored(first, r) for r in range(options.tp)),
+        bytes_per_rank=tuple(_stored(first.shares, r) for r in range(options.tp)),
         bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
-        seconds=sum(laid.seconds()) + sum(p.seconds for p in placed) - saved,
+        seconds=sum(laid.seconds()) + sum(p.seconds for p in placed) - saved + _copies(first, options, program),
         seconds_alone=alone,
         notes=program.notes,
         overlap=str(options.overlap),
@@ -329,6 +329,14 @@ def _planned(laid: Laid, options: Options) -> Planned:
         choice=options.choice if options.choice and options.choice.program == program.digest else None,
     )
     return Planned(plan, program, laid.description, strategies, laid.grads, chosen)
+
+
+def _copies(first: Local, options: Options, program: Program) -> float:
+    """Seconds of gradients on their way out of a step's graphs (runtime/round_trip.py)."""
+    if not (program.training and graphed(program, options)):
+        return 0.0
+    nbytes = _stored((share for share in first.shares if share.weight.requires_grad), 0)
+    return 2 * nbytes / options.cluster.device.bandwidth
 
 
 def _clock(program: Program, options: Options) -> packing.Clock:
@@ -390,10 +398,10 @@ def _twice(held: Sequence[tuple[int, int]]) -> str:
     )
 
 
-def _stored(local: Local, rank: int) -> int:
+def _stored(shares: Iterable[Share], rank: int) -> int:
     """Bytes of weights that `rank` holds."""
     total = 0
-    for share in local.shares:
+    for share in shares:
         rows = 1.0
         if share.layout.split is not None:
             dim = share.layout.split.dim(share.dims)
