@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -111,30 +112,46 @@ def compiled(
 
 
 def learns(route: Any, make: Any, workspace: Any, device: torch.device) -> None:
-    """Gradients of every weight, over ways back in another order than the ways there, and twice over one."""
+    """Gradients of every weight, over ways back in another order than the ways there, and twice over one.
+
+    Held to float64: no further from it than half as much again as the whole model in its own dtype.
+    """
     from plait.rules.moves import take
 
     model, inputs = make()
+    exact = copy.deepcopy(model).double()
     made, weights, sites = compiled(model, (inputs[0],), workspace, device, route, training=True)
     called = [str(n.target) for n in made.module.graph.nodes if n.op == "call_module"]
     assert sites, "nothing direct"
     assert not set(sites) & set(called), (sites, called)
-    state = dict(model.named_parameters())
+    state, ideal = dict(model.named_parameters()), dict(exact.named_parameters())
     for some in (inputs[:1], inputs[:2], *([x] for x in inputs[2:])):
-        for p in (*state.values(), *weights.values()):
+        for p in (*state.values(), *ideal.values(), *weights.values()):
             p.grad = None
-        outs = [(leaves(made(weights, [x], torch.zeros(0)))[0], leaves(model(x))[0]) for x in some]
-        for got, want in outs:
-            assert off(got, want) < (2e-2 if CUDA else 1e-4)
-            for loss in (got, want):
+        outs = [
+            (leaves(made(weights, [x], torch.zeros(0)))[0], leaves(model(x))[0], leaves(exact(wide(x)))[0])
+            for x in some
+        ]
+        for every in outs:
+            assert off(every[0], every[2]) < bound(every[1], every[2])
+            for loss in every:
                 loss.float().square().mean().backward(retain_graph=len(some) == 1)
                 if len(some) == 1:
                     loss.float().sin().mean().backward()
         for part in made.local.shares:
-            want, cut = state[part.weight.name].grad, part.cut
-            want = want if cut is None else take(want, cut.dim, cut.rows[workspace.rank])
-            got = weights[part.weight.name].grad
-            assert got is not None and off(got, want) < (3e-2 if CUDA else 1e-3), part.weight.name
+            name, cut = part.weight.name, part.cut
+            near, best = (s[name].grad if cut is None else take(s[name].grad, cut.dim, cut.rows[workspace.rank])
+                          for s in (state, ideal))  # fmt: skip
+            got = weights[name].grad
+            assert got is not None and off(got, best) < bound(near, best), name
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def bound(near: Tensor, best: Tensor) -> float:
+    return 1.5 * off(near, best) + (1e-2 if CUDA else 1e-5)
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -193,7 +210,7 @@ JOBS = [
     partial(rows, Route(0.5)),
     few,
     others,
-    partial(learns, Route(), texts),
+    partial(learns, Route(late=1), texts),
     partial(learns, Route(runs=2), stacks),
 ]
 

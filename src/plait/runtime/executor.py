@@ -172,6 +172,7 @@ def executable(
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
     root |= direct
     root |= pay(local, owed.sites(planned.plan.overlaps))
+    talks = _talks(local)
     for name, of in bucket(local, algorithms).items():
         how = algorithms.get(f"{of[0]}.backward", "native")
         root[name] = BucketModule([local.sites[s] for s in of], transport, how)
@@ -183,7 +184,7 @@ def executable(
     inputs = sum(i.node is not None for i in planned.program.inputs)
     fixed = all(isinstance(s, int) for p in patterns if isinstance(p, Pattern) for s in p.shape)
     graphed = device.type == "cuda" and fixed and not local.seeded and not planned.program.mutations
-    graphed = graphed and (transport.captures or not _talks(local))
+    graphed = graphed and (transport.captures or not talks)
     training = planned.program.training
     if graphed and not training:
         group(local.graph)
@@ -235,10 +236,11 @@ def _fresh(graph: fx.Graph) -> set[str]:
 
 
 def _talks(local: Local) -> bool:
-    """Whether a collective of the group is left in the program."""
+    """Whether a collective of the group is left in the program, or on its way back."""
     called = (str(n.target).split(".")[0] for n in local.graph.nodes if n.op == "call_module")
     sites = (local.sites[name] for name in called if name in local.sites)
-    return any(site.conversion.forward.collective for site in sites)
+    moves = ((site.conversion, site.grad) for site in sites)
+    return any(c.forward.collective or (grad and c.backward.collective) for c, grad in moves)
 
 
 def place(graph: fx.Graph, device: torch.device) -> None:

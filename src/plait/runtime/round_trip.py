@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from plait.runtime.graphs import WARM_UP, addresses, end_before
 
 Grads = tuple[Tensor | None, ...]
-ROOM = 1.1  # times what the program has been seen to take beside its weights
+ROOM = 2.2  # times what calls were seen to take: for the graphs, and for calls outside of them
 
 
 @dataclass
@@ -68,7 +68,7 @@ class RoundTrip:
 
 
 def room() -> bool:
-    """Whether what was allocated at most, until now, fits beside what is there now once more."""
+    """Whether what was allocated at most, until now, beside what is there now, fits in twice more."""
     gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
