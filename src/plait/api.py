@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from plait.asked import check, check_sites
 from plait.capture import capture
 from plait.cluster import Cluster
+from plait.compiler.alike import keywords, told
 from plait.compiler.chosen import choose
 from plait.compiler.contest import Contest
 from plait.compiler.job import Job
@@ -69,12 +70,15 @@ def compile(
     its sums by itself. Raises on every rank: CaptureError, MeshError, PlanError (does not fit the memory),
     WeightError, InputError, NotYetError.
     """
-    check(locals())
-    group, ranks = members(group)
-    machine = Cluster.of(cluster, measured=measure, processes=beside(ranks))
-    meshes = Mesh.fitting(tp, _stages(pp, overlap, machine), dp, ranks)
-    where = device_of(model, device, group)
+    asked = dict(locals())
+    with told(group):
+        check(asked)
+        group, ranks = members(group)
+        machine = Cluster.of(cluster, measured=measure, processes=beside(ranks))
+        meshes = Mesh.fitting(tp, _stages(pp, overlap, machine), dp, ranks)
+        where = device_of(model, device, group)
     agreement = Agreement(group, where)
+    keywords(agreement, asked)
     source = Source(model, dtype, args, kwargs, dynamic, training, where)
     program, follower = source.first(agreement)
     options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)

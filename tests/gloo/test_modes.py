@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import plait
-from plait.errors import InputError, PlaitError, PlanError
+from plait.errors import InputError, PlaitError, PlanError, RankError
 from tests.cases import CASES, Case, Mesh
 from tests.cases.case import Setup
 from tests.compare import demand, differences, digest, discrepancies, plain
@@ -289,6 +289,72 @@ def test_ranks_that_pass_other_inputs_raise(pool: Pool, what: str) -> None:
     told = [line for line in failures[0].message.splitlines() if line.startswith("  rank 1: args[0]: ")]
     assert len(told) == 1, failures[0].message
     assert words in told[0]
+
+
+KEYWORDS: dict[str, tuple[Any, Any]] = {
+    "tp": (1, 2),
+    "overlap": ("off", 2),
+    "algorithm": ("ring", {"move_1": "ring"}),
+    "training": (True, False),
+    "outputs": ("all", "last"),
+    "cluster": (None, "dgx-h100[2]"),
+    "dynamic": (None, {"input": {0: "rows"}}),
+}
+
+
+def other_keywords(group: Any, name: str) -> None:
+    value = KEYWORDS[name][dist.get_rank(group)]
+    plait.compile(torch.nn.Linear(4, 6), (torch.ones(2, 4),), group=group, measure=False, **{name: value})
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_ranks_that_pass_other_keywords_raise(pool: Pool, name: str) -> None:
+    failures = pool.errors(other_keywords, 2, name)
+    assert all(isinstance(f.error, InputError) for f in failures), failures
+    assert len({f.message for f in failures}) == 1
+    assert all(f"  rank {rank}: {name}=" in failures[0].message for rank in range(2))
+
+
+def other_models(group: Any) -> None:
+    model = torch.nn.Linear(4, 6 + dist.get_rank(group))
+    plait.compile(model, (torch.ones(2, 4),), group=group, measure=False)
+
+
+def test_ranks_that_compile_other_models_name_the_weights(pool: Pool) -> None:
+    failures = pool.errors(other_models, 2)
+    assert all("  rank 1: weight: (7, 4) torch.float32" in f.message for f in failures), failures
+
+
+def wrong_on_one(group: Any, wrong: dict[str, Any]) -> None:
+    asked = {"model": torch.nn.Linear(4, 6), "args": (torch.ones(2, 4),), "measure": False}
+    plait.compile(**(asked | {"group": group} | (wrong if dist.get_rank(group) else {})))
+
+
+@pytest.mark.parametrize("wrong", [{"overlap": "never"}, {"model": 3}, {"tp": 7}, {"cluster": "nowhere"}])
+def test_a_rank_that_asks_for_what_there_is_not_tells_the_others(pool: Pool, wrong: dict[str, Any]) -> None:
+    first, second = pool.errors(wrong_on_one, 2, wrong)
+    assert isinstance(first.error, RankError) and "rank 1 failed" in first.message
+    assert isinstance(second.error, PlaitError) and second.message in first.message
+
+
+def by_one_rank(group: Any, what: str) -> None:
+    parts = plait.compile(
+        torch.nn.Linear(4, 6), (torch.ones(2, 4),), group=group, measure=False, training=True
+    )
+    if dist.get_rank(group) == 0:
+        agreement = parts._store.agreement
+        meet = agreement.meet
+        agreement.meet = lambda name: meet(name, 1.0)  # type: ignore[method-assign]
+        getattr(parts, what)()
+    else:
+        time.sleep(3)
+
+
+@pytest.mark.parametrize("what", ["state_dict", "gradients"])
+def test_what_all_ranks_gather_names_those_that_did_not_come(pool: Pool, what: str) -> None:
+    failure, _ = pool.ask(by_one_rank, 2, what)
+    assert isinstance(failure.error, RankError)
+    assert failure.message == f"{what}: rank 1 did not come to it within 1 s"
 
 
 def too_large(group: Any, memory: int, mesh: dict[str, int]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from plait.capture import capture
 from plait.capture.state import Ambient, State, around, posed
+from plait.compiler.alike import captured
 from plait.errors import CaptureError
 from plait.program import Program
 from plait.runtime.agree import Agreement
@@ -38,6 +39,7 @@ class Source:
         with agreement.step("compile"):
             program = self.capture(ambient)
             follower = Follower.of(self.model, program, ambient, self.device)
+        agreement.same("compile", captured(program, self.args, self.kwargs))
         folded = follower.state.facts.contents
         agreement.same("compile", [f"{name}: {folded[name]}" for name in sorted(folded)])
         return program, follower

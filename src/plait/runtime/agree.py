@@ -74,7 +74,7 @@ class Agreement:
         if self._watch is None:
             return dict(changes), program
         leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-        said = [about, *(f"{spell(path)}: {_facts(x, not self._called)}" for path, x in leaves)]
+        said = [about, *(f"{spell(path)}: {facts(x, not self._called)}" for path, x in leaves)]
         told = self._watch.exchange("call", [said, str(spec), dict(changes), program])
         self._compare("call", [t[0] for t in told])
         self._compare("call", [[t[1]] for t in told])
@@ -168,13 +168,14 @@ class Agreement:
             yield
 
 
-def _facts(leaf: Any, contents: bool) -> str:
+def facts(leaf: Any, contents: bool = False) -> str:
+    """Of one argument, as they stand in messages."""
     if not isinstance(leaf, Tensor):
         return repr(leaf)
-    facts = f"{tuple(leaf.shape)} {leaf.dtype}"
+    said = f"{tuple(leaf.shape)} {leaf.dtype}"
     if leaf.is_meta:
-        return facts + " on meta"
-    return f"{facts}, contents {_digest(leaf)}" if contents else facts
+        return said + " on meta"
+    return f"{said}, contents {_digest(leaf)}" if contents else said
 
 
 def _digest(tensor: Tensor) -> str:
@@ -209,11 +210,18 @@ def _refuse_different(what: str, told: Mapping[int, Any], replica: bool) -> None
 
 
 def _differences(what: str, told: Mapping[int, Any], shown: list[int], replica: bool) -> str:
+    rows = range(max(len(t) for t in told.values()))
+    values = [{r: t[i] if i < len(t) else "nothing" for r, t in told.items()} for i in rows]
+    apart = [row for row in values if len(set(row.values())) > 1]
     lines = [f"{what}: the ranks do not pass the same"]
-    for i in range(max(len(t) for t in told.values())):
-        values = {r: t[i] if i < len(t) else "nothing" for r, t in told.items()}
-        if len(set(values.values())) > 1:
-            lines += [f"  rank {r}: {values[r]}" for r in shown]
+    lines += [f"  rank {r}: {row[r]}" for row in apart[:_SHOWN] for r in shown]
+    lines += [f"  and {len(apart) - _SHOWN} more"] if len(apart) > _SHOWN else []
     where = f"ranks of one replica ({', '.join(map(str, told))})" if replica else "every rank"
-    lines.append(f"tensor-parallel ranks pass equal inputs: the same batch on {where}")
+    if what == "compile":
+        lines.append(f"the same model, keywords and example inputs are compiled on {where}")
+    else:
+        lines.append(f"tensor-parallel ranks pass equal inputs: the same batch on {where}")
     return "\n".join(lines)
+
+
+_SHOWN = 8  # differences: a model with one layer more differs in all that come after

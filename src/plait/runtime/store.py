@@ -38,6 +38,7 @@ class Store:
         by_name = {n: (w, cut) for w, cut in held.weights() for n in w.names}
         whole: dict[str, Tensor] = {}
         live = held.live()
+        self.agreement.meet("state_dict")
         with self.agreement.guard("state_dict"), torch.no_grad():
             for name in self.names:
                 weight, cut = by_name[name]
@@ -60,6 +61,7 @@ class Store:
     def gradients(self, device: torch.device | str) -> dict[str, Tensor | None]:
         check_device(device)
         out: dict[str, Tensor | None] = {}
+        self.agreement.meet("gradients")
         with self.agreement.guard("gradients"), torch.no_grad():
             for weight, cut, own in self.holdings.parameters():
                 grad = self.holdings.everywhere(weight, cut, own)
