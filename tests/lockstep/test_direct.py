@@ -163,6 +163,24 @@ def test_what_a_gather_owes_hides_the_way_back_of_the_scatter_before_it() -> Non
     assert [route.late for route in chosen.values()].count(1) == 2, chosen
 
 
+def test_gradients_that_nobody_computes_hide_nothing() -> None:
+    def open_(frozen: bool) -> float:
+        with torch.device("meta"):
+            layers = [Layer(8192, 7168, lambda w: Root(w, True)) for _ in range(2)]
+        for layer in layers:
+            layer.gate.requires_grad_(not frozen)
+            layer.up.requires_grad_(not frozen)
+        made = program(
+            nn.Sequential(*layers).to(torch.bfloat16), 1, 4096, 8192, dtype=torch.bfloat16, training=True
+        )
+        planned = planner.make(made, planner.Options(2, Cluster.of("dgx-h200").subset(range(2))))
+        found = find(made, planned.local(0))
+        wide = {e.site.name for events in found.rings.values() for e in events if len(e.matmuls) == 2}
+        return sum(o.exposed for o in planned.plan.overlaps if o.region in wide)
+
+    assert open_(frozen=True) > open_(frozen=False)
+
+
 @pytest.mark.parametrize("text", ["0", "0.5", "1", "0.25 in 2", "0 in 4, 1 late", "0, 2 late"])
 def test_routes_read_as_they_are_written(text: str) -> None:
     assert str(Route.parse(text)) == text

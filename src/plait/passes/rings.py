@@ -110,6 +110,7 @@ class Found:
     rings: Mapping[Shape, tuple[Event, ...]]
     few: tuple[Few, ...]
     specs: Mapping[str, Spec] = field(repr=False)
+    frozen: frozenset[str] = frozenset()  # weights that do not learn
 
 
 def columns(matmul: fx.Node) -> list[fx.Node]:
@@ -146,7 +147,8 @@ def find(program: Program, local: Local) -> Found:
         else:
             fits = not events or events[-1].kind != event.kind
         events += [event] * fits
-    return Found({s: tuple(e) for s, e in rings.items() if e}, tuple(few), specs)
+    frozen = frozenset(share.weight.node for share in local.shares if not share.weight.requires_grad)
+    return Found({s: tuple(e) for s, e in rings.items() if e}, tuple(few), specs, frozen)
 
 
 def feed(program: Program, local: Local) -> dict[str, Spec]:

@@ -169,6 +169,7 @@ class _Clock:
     rows: int
     nbytes: int  # of the own rows
     sizes: tuple[tuple[int, int], ...]  # of the matmuls: columns, summed
+    learn: tuple[bool, ...]  # whether weights of theirs do
     dtype: str
     peers: Peers
 
@@ -178,7 +179,8 @@ class _Clock:
         sizes = tuple((sum(o for o, _ in packed), packed[0][1]) for packed in shapes)
         own = max(b - a for a, b in pairwise(shape.bounds))
         nbytes = own * shape.width * shape.dtype.itemsize
-        return cls(event, own, shape.rows, nbytes, sizes, str(shape.dtype), peers)
+        learn = tuple(any(str(w) not in found.frozen for w in columns(m)) for m in event.matmuls)
+        return cls(event, own, shape.rows, nbytes, sizes, learn, str(shape.dtype), peers)
 
     def compute(self, rows: float) -> float:
         return sum(self.peers.device.graphed_matmul(rows, o, i, self.dtype) for o, i in self.sizes)
@@ -208,9 +210,10 @@ class _Clock:
         return sum(device.graphed_matmul(rows, i, o, self.dtype) for o, i in self.sizes)
 
     def of_weights(self, count: int | None = None) -> float:
-        """Of the first `count` matmuls, or of all."""
+        """Of those of the first `count` matmuls, or of all, that learn."""
+        pairs = list(zip(self.sizes, self.learn, strict=True))[:count]
         device = self.peers.device
-        return sum(device.graphed_matmul(o, i, self.rows, self.dtype) for o, i in self.sizes[:count])
+        return sum(device.graphed_matmul(o, i, self.rows, self.dtype) for (o, i), learns in pairs if learns)
 
     def sum(self) -> float:
         """Of the terms of the own rows, which no norm takes in."""
