@@ -125,6 +125,7 @@ class Turns:
     _again: list[int] = field(default_factory=list)  # how many gathers there had been, of the last ones that came again
     _owed: list[list[Owed]] = field(default_factory=list)  # of these
     _pass: int = -1  # of autograd, that will close the ring
+    _captured: bool = False  # into a graph, and not run
 
     @property
     def lane(self) -> Lane:
@@ -160,6 +161,10 @@ class Turns:
         self._owed[-1].append(debt)
 
     def _enter(self) -> None:
+        captured = self.ring.rows.own.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured != self._captured:  # what a capture that failed has opened is not open
+            self.reset()
+            self._captured = captured
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._pass):
             self._pass = task
