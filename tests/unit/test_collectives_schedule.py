@@ -217,6 +217,7 @@ def test_what_spells_no_schedule_is_refused_at_once(spelling):
     ],
 )
 def test_a_spec_of_other_things_than_numbers_is_refused(levels, more):
+    build(Spec("ring", (4,), root=1))  # remembered, and equal to one of them
     with pytest.raises(ScheduleError):
         build(Spec("ring", levels, **more))
 

@@ -32,7 +32,9 @@ MOST = 1 << 20  # transfers, about, of a schedule that is built step by step
 
 def build(spec: Spec | str) -> Schedule:
     """The schedule that a spelling or a `Spec` names."""
-    return _build(spec if isinstance(spec, Spec) else Spec.parse(spec))
+    made = spec if isinstance(spec, Spec) else Spec.parse(spec)
+    _resolve(made)  # before what is remembered, in which a root of True is one of 1
+    return _build(made)
 
 
 def schedule_of(what: Schedule | Spec | str) -> Schedule:

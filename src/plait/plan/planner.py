@@ -47,6 +47,7 @@ Held = Mapping[str, Cut | None]  # weights as they are loaded: node -> rows by r
 NOISE = 1.1
 # A split for direct moves is taken if it is predicted this much faster than the best blocking one.
 DIRECT_GAIN = 1.03
+COPIES = "gradients"  # among a plan's times: their way out of a step's graphs
 # What a move by rows is taken to cost beside a matmul when such a split is looked for.
 BESIDE = 0.1
 
@@ -284,7 +285,7 @@ def _planned(laid: Laid, options: Options) -> Planned:
     program, strategies, flow = laid.program, laid.strategies, laid.flow
     first = partition(program, laid.description, strategies, laid.grads, 0)
     placed = tuple(p for site in first.sites.values() for p in _place(site, options))
-    work = laid.whole
+    work, copies = laid.whole, _copies(first, options, program)
     rates = laid.prices.rates
     machine = overlaps.machine(options.cluster, options.tp, laid.prices.collective)
     packed = tuple(packing.decide(flow, _clock(program, options)))
@@ -319,12 +320,12 @@ def _planned(laid: Laid, options: Options) -> Planned:
         kept=kept(first, program.unused, program.graph, laid.description, options.tp),
         bytes_per_rank=tuple(_stored(first.shares, r) for r in range(options.tp)),
         bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
-        seconds=sum(laid.seconds()) + sum(p.seconds for p in placed) - saved + _copies(first, options, program),
+        seconds=sum(laid.seconds()) + sum(p.seconds for p in placed) - saved + copies,
         seconds_alone=alone,
         notes=program.notes,
         overlap=str(options.overlap),
         overlaps=listed,
-        times=work.times(),
+        times=(*[(COPIES, 0.0, copies)] * (copies > 0), *work.times()),
         packed=packs,
         choice=options.choice if options.choice and options.choice.program == program.digest else None,
     )
