@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from plait.passes.partition import Local, Site
 from plait.rules.moves import count
@@ -51,12 +52,16 @@ def _order(x: Tensor) -> tuple[int, ...]:
 
 
 def trace(local: Local, feed: Mapping[str, Any], grad: bool) -> dict[str, Spec]:
-    """The spec of every tensor of `local`; `feed`: specs of its placeholders, plain values as such."""
+    """The spec of every tensor of `local`; `feed`: specs of its placeholders, plain values as such.
+
+    Without gradients an operator that is called alike again, as in the next layer, is not run again.
+    """
     env: dict[fx.Node, Any] = {}
     out: dict[str, Spec] = {}
+    known: dict[Any, Any] | None = None if grad else {}
     with torch.set_grad_enabled(grad):
         for node in local.graph.nodes:
-            env[node] = _value(node, local, env, feed)
+            env[node] = _value(node, local, env, feed, known)
             value = env[node]
             first = value[0] if isinstance(value, (tuple, list)) and value else value
             if isinstance(first, Tensor):
@@ -64,7 +69,9 @@ def trace(local: Local, feed: Mapping[str, Any], grad: bool) -> dict[str, Spec]:
     return out
 
 
-def _value(node: fx.Node, local: Local, env: dict[fx.Node, Any], feed: Mapping[str, Any]) -> Any:
+def _value(
+    node: fx.Node, local: Local, env: dict[fx.Node, Any], feed: Mapping[str, Any], known: dict[Any, Any] | None
+) -> Any:
     match node.op:
         case "placeholder":
             given = feed[node.name]
@@ -82,7 +89,27 @@ def _value(node: fx.Node, local: Local, env: dict[fx.Node, Any], feed: Mapping[s
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    key = None if known is None else _call(node.target, args, kwargs)
+    if known is None or key is None:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    if key not in known:
+        known[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[key]
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    """Equal for calls that give values of one form; None where that is not known."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    facts = tuple(
+        (tuple(x.shape), tuple(x.stride()), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in flat
+    )
+    try:
+        hash(facts)
+    except TypeError:
+        return None
+    return target, spec, facts
 
 
 def _moved(x: Tensor, site: Site, rank: int) -> Tensor:
