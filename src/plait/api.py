@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.asked import check, check_sites
 from plait.capture import capture
 from plait.cluster import Cluster
-from plait.compiler.alike import keywords, told
+from plait.compiler.alike import keywords, told, values
 from plait.compiler.chosen import choose
 from plait.compiler.contest import Contest
 from plait.compiler.job import Job
@@ -81,6 +81,8 @@ def compile(
     keywords(agreement, asked)
     source = Source(model, dtype, args, kwargs, dynamic, training, where)
     program, follower = source.first(agreement)
+    if weights is None:
+        values(agreement, model)
     options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)
     ask = joint.Ask(
         meshes, machine, options, micro_batches, joint.allowed(schedule, machine.device),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -323,6 +324,24 @@ def other_models(group: Any) -> None:
 def test_ranks_that_compile_other_models_name_the_weights(pool: Pool) -> None:
     failures = pool.errors(other_models, 2)
     assert all("  rank 1: weight: (7, 4) torch.float32" in f.message for f in failures), failures
+
+
+def other_values(group: Any, seeded: bool) -> dict[str, str]:
+    torch.manual_seed(7 if seeded else dist.get_rank(group))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plait.compile(model, (torch.ones(2, 4),), group=group, measure=False)
+    return {str(i): str(w.message) for i, w in enumerate(found) if "other values" in str(w.message)}
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_ranks_whose_models_have_other_values_are_warned(pool: Pool, seeded: bool) -> None:
+    """Only of what differs: norms are all ones and zeros."""
+    for said in pool.run(other_values, 2, seeded):
+        texts = list(said.values())
+        assert len(texts) == (not seeded)
+        assert all(": 0.weight, 0.bias. Call" in text for text in texts), texts
 
 
 def wrong_on_one(group: Any, wrong: dict[str, Any]) -> None:

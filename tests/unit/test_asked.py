@@ -52,6 +52,12 @@ COMPILING: list[tuple[str, tuple[Any, ...], str]] = [
 ]
 
 
+def test_a_compiled_module_is_not_compiled_again() -> None:
+    made = plait.compile(model(), (X,), measure=False)
+    with pytest.raises(InputError, match="model is .*Compiled.* that is not compiled yet"):
+        plait.compile(made, (X,))
+
+
 def _cases(table: list[tuple[str, tuple[Any, ...], str]]) -> list[Any]:
     return [
         pytest.param(name, value, words, id=f"{name}-{i}")

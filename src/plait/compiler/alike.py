@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from plait.capture.call import spell
@@ -45,6 +47,33 @@ def captured(program: Program, args: Any, kwargs: Any) -> list[str]:
         *(f"{spell(path)}: {facts(x)}" for path, x in leaves),
         *(f"{w.name}: {w.shape} {w.dtype}{'' if w.requires_grad else ', without gradient'}" for w in program.weights),
     ]
+
+
+def values(agreement: Agreement, model: nn.Module) -> None:
+    """Warns where the ranks' models have other values, of which each rank would take its rows: that is no model of
+    anybody's. No error: a checkpoint may be loaded into it yet."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    told = agreement.tell("weights", {name: _begin(x) for name, x in named})
+    names = [name for name in told[0] if any(other.get(name) != told[0][name] for other in told)]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        warnings.warn(
+            f"the ranks' models have other values, and each takes its part of its own: {', '.join(names[:_SHOWN])}"
+            f"{more}. Call torch.manual_seed alike on every rank before the model is made, give weights=, or load a "
+            "checkpoint into what compile returns",
+            stacklevel=3,
+        )
+
+
+_SHOWN = 4  # names
+
+
+def _begin(x: torch.Tensor) -> str:
+    """The first values, as text."""
+    plain = type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided
+    if not plain or x.is_meta or not x.numel():
+        return ""
+    return str(x.detach()[(0,) * (x.dim() - 1)].reshape(-1)[:4].tolist())
 
 
 def _spell(value: Any) -> str:
