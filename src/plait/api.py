@@ -72,7 +72,7 @@ def compile(
     """
     asked = dict(locals())
     with told(group):
-        check(asked)
+        _check(asked)
         group, ranks = members(group)
         machine = Cluster.of(cluster, measured=measure, processes=beside(ranks))
         meshes = Mesh.fitting(tp, _stages(pp, overlap, machine), dp, ranks)
@@ -132,7 +132,7 @@ def plan(
     all devices has these numbers) and PlanError (it does not fit: names the smallest number of
     devices of this kind that would do).
     """
-    check(locals())
+    _check(locals())
     machine = Cluster.of(cluster)
     ask = joint.Ask(
         Mesh.fitting(tp, _stages(pp, overlap, machine), dp, machine.size, "the cluster"),
@@ -148,6 +148,12 @@ def plan(
         made = staged.settle(program, ask, joint.search(program, ask))
     check_sites(algorithm, made)
     return made
+
+
+def _check(asked: Mapping[str, Any]) -> None:
+    check(asked)
+    if isinstance(asked["model"], Compiled):
+        raise InputError("model is compiled already: give the module that it was made of")
 
 
 @contextlib.contextmanager

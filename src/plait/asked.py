@@ -120,12 +120,6 @@ def _of(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-def _uncompiled(value: Any) -> bool:
-    from plait.runtime.compiled import Compiled  # which asks here, too
-
-    return isinstance(value, nn.Module) and not isinstance(value, Compiled)
-
-
 def _or_none(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: value is None or isinstance(value, kinds)
 
@@ -139,7 +133,7 @@ _DEVICES = "None, 'cpu', or 'cuda' where there is one"
 _SWITCH = _of(bool), "True or False"
 _LATER = _any, ""  # whoever uses it says what it takes
 _TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (_uncompiled, "an nn.Module that is not compiled yet"),
+    "model": (_of(nn.Module), "an nn.Module"),
     "args": (_several, "a tuple of example inputs: (x,) for one"),
     "kwargs": (_named, "None, or a dict of example inputs by name"),
     "tp": _LATER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -96,6 +96,7 @@ def test_no_more_micro_batches_than_messages_are_numbered_by() -> None:
 
 
 @settings(max_examples=200)
+@example("zero-bubble", 2, 2, True, [1.0] * 10, False)
 @given(
     st.sampled_from(sorted(schedule.SCHEDULES)), st.integers(1, 5), st.integers(1, 9), st.booleans(),
     st.lists(st.floats(0, 1, allow_subnormal=False), min_size=10, max_size=10), st.booleans(),

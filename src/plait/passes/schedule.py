@@ -319,6 +319,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved": _interleaved,
     "zero-bubble": _zero_bubble,
 }
-# Of a stage's forward and backward, the part that a later stage waits for at both ends.
-LEADS = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 0.0, "zero-bubble": 2 / 3}
+# Of a stage's forward and backward, the part that a later stage waits for at both ends. In zero-bubble that is the
+# forward, a quarter where activations are computed again: what comes behind may stand beside the later stage's W.
+LEADS = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 0.0, "zero-bubble": 1 / 4}
 STAGES_A_PLACE = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}

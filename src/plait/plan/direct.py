@@ -11,6 +11,9 @@ Smaller matmuls lose whole waves of tiles, and weights are read once a piece; bo
 the device (cluster/device.py). Where that costs more, or a matmul is shorter than its copy, part of the rows
 is moved by the kernel that sums and norms, or all of them, which leaves the matmul in one piece. Every route
 is timed by these pictures, and the fastest is taken.
+
+In training no kernel moves rows, and the way back is timed with the way there (runtime/direct_training.py): there
+a transfer is hidden beside gradients of weights, of its own matmuls or of those behind it.
 """
 
 from __future__ import annotations
