@@ -113,22 +113,17 @@ def _late(scatter: _Clock, gather: _Clock) -> int:
     open_ = scatter.travel() - scatter.of_data(scatter.own)
     if open_ < SIGNAL:
         return 0
-    count = len(gather.sizes)
-    for late in range(1, count):
-        if gather.of_weights(count - late) < gather.travel():
+    for late in range(1, len(gather.sizes)):
+        if gather.of_weights(late) < gather.travel():
             return 0
-        if gather.of_weights() - gather.of_weights(count - late) >= open_:
+        if gather.owed(late) >= open_:
             return late
     return 0
 
 
 def _debts(clocks: Sequence[_Clock], late: Sequence[int]) -> Iterator[_Debts]:
-    for i, mine in enumerate(late):
-        taken = 0.0
-        if i + 1 < len(late) and late[i + 1]:
-            after = clocks[i + 1]
-            taken = after.of_weights() - after.of_weights(len(after.sizes) - late[i + 1])
-        yield _Debts(mine, taken)
+    taken = [clock.owed(count) for clock, count in zip(clocks, late, strict=True)]
+    return map(_Debts, late, [*taken[1:], 0.0])
 
 
 def _ring(clock: _Clock, debts: _Debts, blocking: Mapping[str, float]) -> Overlapped | None:
@@ -196,8 +191,7 @@ class _Clock:
         """The way back: gathered rows travel beside gradients of data, terms beside those of weights; what one
         move computes of another's is counted where it stands in the program."""
         if self.event.kind == "gather":
-            own = self.of_weights(len(self.sizes) - debts.late)
-            late = self.of_weights() - own
+            own, late = self.of_weights(debts.late), self.owed(debts.late)
             return max(self.of_data(self.rows), self.travel()) + max(own, self.travel()) + late
         own = self.of_data(self.own)
         if debts.taken:
@@ -212,9 +206,13 @@ class _Clock:
         device = self.peers.device
         return sum(device.graphed_matmul(rows, i, o, self.dtype) for o, i in self.sizes)
 
-    def of_weights(self, count: int | None = None) -> float:
-        """Of those of the first `count` matmuls, or of all, that learn."""
-        pairs = list(zip(self.sizes, self.learn, strict=True))[:count]
+    def owed(self, late: int) -> float:
+        """Of the weights of the last `late` matmuls."""
+        return self.of_weights() - self.of_weights(late)
+
+    def of_weights(self, late: int = 0) -> float:
+        """Of those that learn, but for the last `late` matmuls'."""
+        pairs = list(zip(self.sizes, self.learn, strict=True))[: len(self.sizes) - late]
         device = self.peers.device
         return sum(device.graphed_matmul(o, i, self.rows, self.dtype) for (o, i), learns in pairs if learns)
 

@@ -59,15 +59,21 @@ def lower(
                 made[target] = _gather(local.graph, event, target, way, loan)
                 loan = None
             else:
-                late = chosen[after.site.name].late if after is not None and after.kind == "gather" else 0
-                lent = [m.args[1] for m in after.matmuls[len(after.matmuls) - late :]] if after and late else []
-                made[target], loan = _scatter(local.graph, event, target, way, lent)
+                made[target], loan = _scatter(local.graph, event, target, way, _lent(after, chosen))
         end = f"{mine[0].site.name}_close"
         made[end] = _Close(turns)
         with local.graph.inserting_before(local.graph.find_nodes(op="output")[0]):
             local.graph.call_module(end)
     workspace.ready()
     return made
+
+
+def _lent(gather: Event | None, chosen: Routes) -> list[Any]:
+    """The weights of a gather, or lists of packed ones, whose gradients the scatter before it computes."""
+    if gather is None or gather.kind != "gather":
+        return []
+    kept = len(gather.matmuls) - chosen[gather.site.name].late
+    return [matmul.args[1] for matmul in gather.matmuls[kept:]]
 
 
 def _gather(graph: fx.Graph, event: Event, target: str, way: Way, loan: fx.Node | None) -> nn.Module:
@@ -86,7 +92,7 @@ def _gather(graph: fx.Graph, event: Event, target: str, way: Way, loan: fx.Node 
 def _scatter(
     graph: fx.Graph, event: Event, target: str, way: Way, lent: Sequence[Any]
 ) -> tuple[nn.Module, fx.Node | None]:
-    """`lent`: weights, or lists of packed ones, whose gradients it computes; with the node of their `Loan`."""
+    """With the node of the `Loan` of what is `lent`."""
     (matmul,) = event.matmuls
     with graph.inserting_before(event.node):
         new = graph.call_module(target, matmul.args, {"lent": tuple(lent)})
@@ -116,14 +122,14 @@ class Turns:
     """
 
     ring: Ring
-    seconds: Sequence[Ring]
+    spare: Sequence[Ring]  # for rows that come again, in turn
     workspace: Workspace
     backward: Guard
     _open: bool = False
     _last: str = ""  # gather or scatter
     _gathers: int = 0
-    _again: list[int] = field(default_factory=list)  # how many gathers there had been, of the last ones that came again
-    _owed: list[list[Owed]] = field(default_factory=list)  # of these
+    # of the last rows that came again: how many gathers there had been, and what is owed of them
+    _again: list[tuple[int, list[Owed]]] = field(default_factory=list)
     _pass: int = -1  # of autograd, that will close the ring
     _captured: bool = False  # into a graph, and not run
 
@@ -145,20 +151,19 @@ class Turns:
         """The lane, and a ring for rows that come again."""
         self._enter()
         if len(self._again) == AGAIN:
-            used, owed = self._again.pop(0), self._owed.pop(0)
+            used, owed = self._again.pop(0)
             for debt in owed:
                 debt.settle()  # whoever should have has not come
             if self._gathers - used < 2:
                 self.close()
                 self._enter()
-        self._again.append(self._gathers)
-        self._owed.append([])
-        self.seconds = [*self.seconds[1:], self.seconds[0]]
-        return self.lane, self.seconds[-1]
+        self._again.append((self._gathers, []))
+        self.spare = [*self.spare[1:], self.spare[0]]
+        return self.lane, self.spare[-1]
 
     def owe(self, debt: Owed) -> None:
         """Of the rows that came again last."""
-        self._owed[-1].append(debt)
+        self._again[-1][1].append(debt)
 
     def _enter(self) -> None:
         captured = self.ring.rows.own.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -176,7 +181,7 @@ class Turns:
 
     def close(self) -> None:
         """All has been read."""
-        for debt in (debt for owed in self._owed for debt in owed):
+        for debt in (debt for _, owed in self._again for debt in owed):
             debt.settle()
         if self._open:
             self.ring.close(self.lane)
@@ -188,7 +193,7 @@ class Turns:
         self.workspace.left(broken=False)
 
     def reset(self) -> None:
-        self._open, self._last, self._gathers, self._again, self._owed = False, "", 0, [], []
+        self._open, self._last, self._gathers, self._again = False, "", 0, []
 
 
 class _Close(nn.Module):
