@@ -6,12 +6,13 @@
 Stages compute what they always do, and then sleep until as much time has passed as the plan predicts
 for them: so several processes on one core run as devices of their own would, and what is measured is
 the schedule, the messages and the runtime. `--real` sleeps nowhere: two processes of one thread each,
-predicted for a core's rates of matmuls and of memory as these processes measure them just before. Other
-work on the cores makes the clock on the wall say little: beside it stand the CPU seconds of every
-action, played by the schedule.
+predicted for a core's rates of matmuls and of memory as these processes measure them. A shared core's
+rate drifts by a fifth within a minute: it is measured again after every round of steps, and all are
+predicted for its median. Other work on the cores makes the clock on the wall say little: beside it stand the CPU
+seconds of every action, played by the schedule.
 
 Seconds are from the first action of any place to the end of the last, medians over the steps of a
-run; every candidate runs in the same processes, in turn.
+run; every candidate runs in the same processes, a step of each in turn.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from plait.cluster import Cluster
 from plait.cluster.device import Device
 from plait.passes import schedule
 from plait.passes.schedule import Action, Schedule
-from plait.plan.plan import Plan
+from plait.plan.plan import Plan, Staged
 from plait.runtime import pipeline as runtime
 from plait.runtime.actions import Run
 from plait.runtime.calibrate import SQUARE, device_of
@@ -137,43 +138,58 @@ def step_plan(parts: Any) -> Plan:
     return made.planned.plan
 
 
-def measured(parts: Any, x: Tensor, target: Tensor, steps: int, sleeps: bool) -> dict[str, Any]:
-    """Seconds, bubble and events of the median step; on rank 0 of all places."""
+@dataclass
+class Candidate:
+    """A pipeline to step, what its plan says, and the steps it took: seconds, bubble, events."""
+
+    parts: Any
+    staged: Staged
+    order: Schedule
+    each: dict[int, dict[str, float]]
+    told: dict[str, Any]
+    found: list[tuple[float, float, list[Any]]] = field(default_factory=list)
+    alone: list[tuple[float, float]] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        """Of the median step; on rank 0 of all places."""
+        seconds, bubble, events = sorted(self.found, key=lambda one: one[0])[len(self.found) // 2]
+        alone = sorted(self.alone)[len(self.alone) // 2]
+        return self.told | {"seconds": seconds, "bubble": bubble, "events": events, "alone": alone}
+
+
+def candidate(parts: Any, x: Tensor, target: Tensor, **told: Any) -> Candidate:
+    """Runs a step, which makes its plan."""
     CLOCK.each = {}
     parts.step(x, target=target, loss_fn=loss)
     staged = step_plan(parts).staged
     assert staged is not None
     order = schedule.make(staged.schedule, parts.plan.pp, len(staged.rows) or 1)
-    if sleeps:
-        units = schedule.units()
-        for stage, forward in enumerate(schedule.forward(order, staged.seconds)):
-            CLOCK.each[stage] = {kind: forward * units[kind] for kind in order.kinds}
-    found, alone = [], list[tuple[float, float]]()
-    for _ in range(steps):
-        CLOCK.events, CLOCK.spent = [], {}
-        dist.barrier()
-        parts.step(x, target=target, loss_fn=loss)
-        every: list[Any] = [None] * dist.get_world_size()
-        spent: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, CLOCK.events)
-        dist.all_gather_object(spent, CLOCK.spent)
-        alone.append(played(order, spent))
-        begin = min(b for events in every for _, b, _ in events)
-        end = max(e for events in every for _, _, e in events)
-        busy = sum(e - b for events in every for _, b, e in events)
-        found.append((end - begin, 1 - busy / ((end - begin) * len(every)), every))
-    found.sort(key=lambda one: one[0])
-    seconds, bubble, events = found[len(found) // 2]
-    return {
+    forwards = schedule.forward(order, staged.seconds)
+    units = schedule.units()
+    each = {s: {kind: f * units[kind] for kind in order.kinds} for s, f in enumerate(forwards)}
+    told |= {
         "schedule": staged.schedule,
         "pieces": len(staged.rows) or 1,
-        "predicted": schedule.seconds(order, schedule.forward(order, staged.seconds)),
-        "seconds": seconds,
-        "alone": sorted(alone)[len(alone) // 2],
-        "bubble": bubble,
+        "predicted": schedule.seconds(order, forwards),
         "planned": staged.bubble,
-        "events": events,
     }
+    return Candidate(parts, staged, order, each, told)
+
+
+def step(one: Candidate, x: Tensor, target: Tensor, sleeps: bool) -> None:
+    CLOCK.each = one.each if sleeps else {}
+    CLOCK.events, CLOCK.spent = [], {}
+    dist.barrier()
+    one.parts.step(x, target=target, loss_fn=loss)
+    every: list[Any] = [None] * dist.get_world_size()
+    spent: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, CLOCK.events)
+    dist.all_gather_object(spent, CLOCK.spent)
+    one.alone.append(played(one.order, spent))
+    begin = min(b for events in every for _, b, _ in events)
+    end = max(e for events in every for _, _, e in events)
+    busy = sum(e - b for events in every for _, b, e in events)
+    one.found.append((end - begin, 1 - busy / ((end - begin) * len(every)), every))
 
 
 def played(order: Schedule, spent: Sequence[dict[str, float]]) -> tuple[float, float]:
@@ -187,19 +203,15 @@ def sleeping(out: str, steps: int) -> None:
     """Every candidate at this number of places."""
     torch.set_num_threads(1)
     runtime.Run = Timed  # type: ignore[misc]
-    places = dist.get_world_size()
+    machine = cluster(dist.get_world_size(), 2 * ROWS * WIDTH * WIDTH / BLOCK)
     rows: list[dict[str, Any]] = []
     for uneven in (False, True):
-        model = layers(12, uneven)
-        x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-        machine = cluster(places, 2 * ROWS * WIDTH * WIDTH / BLOCK)
-        for name, pieces in CANDIDATES:
-            parts = plait.compile(
-                model, (x,), tp=1, pp=places, training=True, cluster=machine, measure=False,
-                micro_batches=pieces, schedule=name, recompute="off",
-            )  # fmt: skip
-            row = measured(parts, x, target, steps, True)
-            rows.append(row | {"layers": "uneven" if uneven else "even", "asked": name})
+        model, x, target = layers(12, uneven), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+        told = {"layers": "uneven" if uneven else "even"}
+        every = [candidate(compiled(model, x, machine, *c), x, target, asked=c[0], **told) for c in CANDIDATES]
+        for _, one in product(range(steps), every):
+            step(one, x, target, True)
+        rows += [one.row() for one in every]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows))
 
@@ -210,29 +222,46 @@ def real(out: str, steps: int) -> None:
     runtime.Run = Timed  # type: ignore[misc]
     width = 1024
     model, x, target = layers(8, False, width), torch.randn(512, width), torch.randn(512, width)
-    dist.barrier()
-    machine = replace(Cluster.parse("loopback[2]"), device=core())
-    rows = []
-    for name, pieces in CANDIDATES:
-        parts = plait.compile(
-            model, (x,), tp=1, pp=2, training=True, cluster=machine, measure=False,
-            micro_batches=pieces, schedule=name, recompute="off",
-        )  # fmt: skip
-        row = measured(parts, x, target, steps, False)
-        rows.append(row | {"layers": "real", "asked": name})
+    host = Cluster.parse("loopback[2]")
+    rates = [rate()]
+    machine = replace(host, device=core(rates))
+    every = [candidate(compiled(model, x, machine, *c), x, target, asked=c[0], layers="real") for c in CANDIDATES]
+    for _ in range(steps):
+        for one in every:
+            step(one, x, target, False)
+        rates.append(rate())
+    machine, rows = replace(host, device=core(rates)), []
+    for row in (one.row() for one in every):
+        again = candidate(compiled(model, x, machine, row["schedule"], row["pieces"]), x, target)
+        rows.append(row | again.told)
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows))
 
 
-def core() -> Device:
-    """A core by the CPU seconds of a matmul and of a pass over memory; the mean of all ranks."""
-    big = torch.rand(2**24)
-    sums, square = torch.empty_like(big), torch.rand(SQUARE, SQUARE)
+def compiled(model: nn.Module, x: Tensor, machine: Cluster, name: str, pieces: int | str) -> Any:
+    return plait.compile(
+        model, (x,), tp=1, pp=dist.get_world_size(), training=True, cluster=machine, measure=False,
+        micro_batches=pieces, schedule=name, recompute="off",
+    )  # fmt: skip
+
+
+MOVED = 2**24  # floats that a pass over memory reads
+
+
+def rate() -> tuple[float, float]:
+    """CPU seconds of a pass over memory and of a matmul of `SQUARE`; the mean of all ranks."""
+    big, square = torch.rand(MOVED), torch.rand(SQUARE, SQUARE)
+    sums = torch.empty_like(big)
     stream = cpu_seconds(lambda: torch.add(big, 1.0, out=sums))
     both = torch.tensor([stream, cpu_seconds(lambda: square @ square)])
     dist.all_reduce(both)
     stream, matmul = (both / dist.get_world_size()).tolist()
-    return device_of({torch.float32: matmul}, 2 * big.nbytes / stream, 1)
+    return stream, matmul
+
+
+def core(rates: Sequence[tuple[float, float]]) -> Device:
+    stream, matmul = (statistics.median(column) for column in zip(*rates, strict=True))
+    return device_of({torch.float32: matmul}, 8 * MOVED / stream, 1)
 
 
 def cpu_seconds(run: Callable[[], object], times: int = 15) -> float:

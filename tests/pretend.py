@@ -87,7 +87,7 @@ def divide(program: Program, n: int, prices: Prices) -> Divided:
     """The program of every rank."""
     description = describe(program, table())
     grads = program.differentiable()
-    solution = solve(build(program, description, n), prices, tie=False)
+    solution = solve(build(program, description, n), prices)
     ranks = tuple(
         partition(program, description, solution.strategies, grads, rank) for rank in range(n)
     )

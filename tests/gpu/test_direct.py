@@ -53,11 +53,11 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, width: int = 48) -> None:
+    def __init__(self, width: int = 48, dtype: torch.dtype = DTYPE) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(4)))
-        self.to(DTYPE)
+        self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.blocks(x)
@@ -138,12 +138,16 @@ def learns(route: Any, make: Any, workspace: Any, device: torch.device) -> None:
                 loss.float().square().mean().backward(retain_graph=len(some) == 1)
                 if len(some) == 1:
                     loss.float().sin().mean().backward()
+        failed = []
         for part in made.local.shares:
             name, cut = part.weight.name, part.cut
             near, best = (s[name].grad if cut is None else take(s[name].grad, cut.dim, cut.rows[workspace.rank])
                           for s in (state, ideal))  # fmt: skip
             got = weights[name].grad
-            assert got is not None and off(got, best) < bound(near, best), name
+            assert got is not None, name
+            if not off(got, best) < bound(near, best):
+                failed.append(f"{name}: off by {off(got, best):.3g}, the whole model by {off(near, best):.3g}")
+        assert not failed, "\n".join(failed)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -151,7 +155,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def bound(near: Tensor, best: Tensor) -> float:
-    return 1.5 * off(near, best) + (1e-2 if CUDA else 1e-5)
+    return 1.5 * off(near, best) + (1e-2 if near.dtype == torch.bfloat16 else 1e-5)
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -165,9 +169,10 @@ def texts() -> tuple[nn.Module, list[Tensor]]:
 
 
 def stacks() -> tuple[nn.Module, list[Tensor]]:
+    """In float32: in bf16 relus near 0 put the whole model itself 3 % off float64."""
     torch.manual_seed(3)
     rows, calls = (130, 7) if CUDA else (13, 2)
-    return Stack(), [torch.randn(rows, 48).to(DTYPE) for _ in range(calls)]
+    return Stack(dtype=torch.float32), [torch.randn(rows, 48) for _ in range(calls)]
 
 
 def same(model: nn.Module, inputs: list[Any], workspace: Any, device: Any, route: Any) -> None:

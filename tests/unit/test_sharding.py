@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from plait.capture import capture
 from plait.errors import LaidError
 from plait.plan import planner
+from plait.plan.classes import classes
 from plait.plan.prices import CostPrices, Rates
 from plait.plan.problem import Choice, Key, Problem, build
 from plait.plan.sharding import Prices, solve
@@ -89,7 +90,7 @@ def brute(p: Problem, prices: Prices) -> float:
 @pytest.mark.parametrize("seed", range(6))
 def test_no_choice_is_cheaper_than_the_programs(model: type[nn.Module], seed: int) -> None:
     p, prices = problem(model(), torch.randn(2, 6)), Dice(seed)
-    found = solve(p, prices, tie=False)
+    found = solve(p, prices)
     index = {n: p.choices[n].strategies.index(s) for n, s in found.strategies.items()}
     assert found.seconds == pytest.approx(brute(p, prices), rel=1e-6)
     assert cost(p, prices, index) == pytest.approx(found.seconds, rel=1e-6)
@@ -110,7 +111,7 @@ class Blocks(nn.Module):
 def test_layers_that_share_their_variables_lose_nothing(training: bool) -> None:
     p = problem(Blocks(), torch.randn(4, 6), training)
     prices = CostPrices.of(p, Rates(1e9, 1e9, 1e-7), lambda kind, nbytes: 1e-6 + nbytes / 1e8)
-    tied, untied = solve(p, prices), solve(p, prices, tie=False)
+    tied, untied = solve(p, prices, classes(p)), solve(p, prices)
     assert tied.classes < untied.classes
     assert tied.seconds == pytest.approx(untied.seconds, rel=1e-6)
 

@@ -93,11 +93,15 @@ class Queue:
         uses = Counter(id(w) for o in self.owed for w in o.weights)
         made: list[tuple[Tensor, Tensor]] = []
         while self.owed:
-            o = self.owed.pop(0)
-            found = [(w, g) for w, g in zip(o.weights, o.gradients(), strict=True) if g is not None]
-            made += [(w, g) for w, g in found if not _alone(w, uses)]
-            _add([(w, g) for w, g in found if _alone(w, uses)])
+            made += _paid(self.owed.pop(0), uses)
         _add(made)
+
+
+def _paid(owed: _Owed, uses: Mapping[int, int]) -> list[tuple[Tensor, Tensor]]:
+    """What is left to be added. What was is freed with this call: the next gradients get the same memory."""
+    found = [(w, g) for w, g in zip(owed.weights, owed.gradients(), strict=True) if g is not None]
+    _add([(w, g) for w, g in found if _alone(w, uses)])
+    return [(w, g) for w, g in found if not _alone(w, uses)]
 
 
 def _alone(weight: Tensor, uses: Mapping[int, int]) -> bool:

@@ -66,9 +66,8 @@ def pay(local: Local, owed: Mapping[str, Sequence[str]]) -> dict[str, nn.Module]
 
 def _pay(local: Local, move: fx.Node, late: Sequence[fx.Node], known: Sequence[fx.Node]) -> dict[str, nn.Module]:
     graph, name = local.graph, str(move.target)
-    order = {node: i for i, node in enumerate(graph.nodes)}
     for weight in known:
-        hoist(weight, move, order)
+        hoist(weight, move)
     with graph.inserting_before(move):
         start = graph.call_module(f"{name}.start", move.args)
         both = graph.call_module(f"{name}.pay", (start, *known))

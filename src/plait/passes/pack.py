@@ -104,11 +104,10 @@ def _merge(
     graph: fx.Graph, x: fx.Node, matmuls: Sequence[fx.Node], names: Mapping[str, str]
 ) -> Iterator[Names]:
     """The runs that it reads. It stands where the first of `matmuls` stood: the others await no more."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    first = min(matmuls, key=order.__getitem__)
+    first = min(matmuls)  # nodes are ordered as they stand in their graph
     rows = [[a for a in m.args[1:] if isinstance(a, fx.Node)] for m in matmuls]
     for node in (n for row in rows for n in row):
-        hoist(node, first, order)
+        hoist(node, first)
     columns = [list(column) for column in zip(*rows, strict=True)]
     with graph.inserting_before(first):
         every = graph.call_function(ops.packed_linear, (x, *columns))
@@ -122,9 +121,9 @@ def _merge(
         yield tuple(str(_known(node, names)) for node in column)
 
 
-def hoist(node: fx.Node, before: fx.Node, order: Mapping[fx.Node, int]) -> None:
+def hoist(node: fx.Node, before: fx.Node) -> None:
     """Move a weight's identity, whose dual sums its gradients, up to `before`, where it stands too late."""
-    if order[node] > order[before]:
+    if node > before:
         for needed in node.all_input_nodes:
-            hoist(needed, before, order)
+            hoist(needed, before)
         before.prepend(node)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from plait.passes.partition import Local, Site
 from plait.rules.moves import count
@@ -101,15 +100,22 @@ def _call(target: Any, args: Any, kwargs: Any) -> Any:
     """Equal for calls that give values of one form; None where that is not known."""
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return None
-    flat, spec = pytree.tree_flatten((args, kwargs))
-    facts = tuple(
-        (tuple(x.shape), tuple(x.stride()), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in flat
-    )
+    key = target, _facts(args), _facts(kwargs)
     try:
-        hash(facts)
+        hash(key)
     except TypeError:
         return None
-    return target, spec, facts
+    return key
+
+
+def _facts(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype
+    if isinstance(x, (tuple, list)):
+        return type(x), *map(_facts, x)
+    if isinstance(x, dict):
+        return tuple((name, _facts(v)) for name, v in x.items())
+    return type(x), x
 
 
 def _moved(x: Tensor, site: Site, rank: int) -> Tensor:

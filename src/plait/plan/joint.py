@@ -227,7 +227,10 @@ class _Search:
         key = tp, replace(where.cluster, places=_moved(where.cluster)), where.crowd
         if key not in self.groups:
             options = replace(self.ask.options, tp=tp, cluster=where.cluster, crowd=where.crowd)
-            laid = planner.lay(self.program, options, description=self.description)
+            if all(mesh.pp == 1 for mesh in self.ask.meshes):  # stages do not run fused
+                laid = planner.blocking(self.program, options, description=self.description)
+            else:
+                laid = planner.lay(self.program, options, description=self.description)
             self.groups[key] = Group(laid, laid.work(self.batch), planner.collective(options))
         return self.groups[key]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import prod
 
 import torch
@@ -28,6 +28,7 @@ from plait.passes.rings import find
 from plait.passes.rings import fixed as fixed_sizes
 from plait.plan import direct, overlaps, owed, packing
 from plait.plan import work as works
+from plait.plan.classes import classes
 from plait.plan.direct import Peers
 from plait.plan.kept import kept
 from plait.plan.plan import Choice, Overlapped, Placed, Plan
@@ -41,6 +42,7 @@ from plait.rules.equation import flatten
 from plait.rules.layout import Strategy
 from plait.rules.moves import Cut
 
+Priced = Callable[[str, float, str], tuple[str, float]]  # algorithm and seconds of (collective, bytes, site)
 Held = Mapping[str, Cut | None]  # weights as they are loaded: node -> rows by rank, or whole
 
 # The backend's own collective is kept unless another is cheaper by more than prices err.
@@ -73,9 +75,11 @@ class Laid:
     program: Program
     description: Description
     problem: Problem
+    tied: Mapping[fx.Node, int]  # nodes that look alike
     strategies: dict[fx.Node, Strategy]
     grads: set[fx.Node]
     prices: CostPrices
+    fused: bool  # norms and chains are priced as one kernel each
 
     @cached_property
     def flow(self) -> Flow:
@@ -135,20 +139,33 @@ def lay(
     of a move by rows that is taken to be left where it stands at a matmul.
     """
     if like is not None:
-        description, problem = like.description, like.problem
+        description, problem, tied = like.description, like.problem, like.tied
     else:
         description = description or describe(program, table())
         problem = build(program, description, options.tp)
         _hold(program, problem, fixed or {})
+        tied = classes(problem)
     norms = inside(program.graph) if fuse else {}
     prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
     chained = _chained(program, norms) if fuse else frozenset[fx.Node]()
     prices = replace(prices, chained=chained)
     if beside < 1:
         prices = prices.hiding(problem, beside)
-    strategies = solve(problem, prices).strategies
-    grads = program.differentiable()
-    return Laid(program, description, problem, strategies, grads, prices)
+    strategies = solve(problem, prices, tied).strategies
+    return Laid(program, description, problem, tied, strategies, program.differentiable(), prices, fuse)
+
+
+def blocking(
+    program: Program,
+    options: Options,
+    fixed: Held | None = None,
+    description: Description | None = None,
+    *,
+    like: Laid | None = None,
+) -> Laid:
+    """The cheapest strategies where every move blocks, by the prices of what runs."""
+    fuse, options = fused(program, options), launched(program, options)
+    return lay(program, options, fixed, description, like=like, fuse=fuse)
 
 
 def _chained(program: Program, norms: Mapping[fx.Node, Norm]) -> frozenset[fx.Node]:
@@ -164,17 +181,21 @@ def make(
     laid: Laid | None = None,
 ) -> Planned:
     """The cheapest plan; `laid`: the strategies that are cheapest where every move blocks."""
-    if not fused(program, options):
-        return _planned(laid or lay(program, options, fixed), options)
-    if graphed(program, options):  # nothing is launched from the host
-        options = replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
-    blocking = lay(program, options, fixed, like=laid, fuse=True)
-    best = _planned(blocking, options)
-    if _peers(program, options) is None:
+    first = laid if laid and laid.fused == fused(program, options) else blocking(program, options, fixed, like=laid)
+    options = launched(program, options)
+    best = _planned(first, options)
+    if not first.fused or _peers(program, options) is None:
         return best
-    rows = _planned(lay(program, options, like=blocking, fuse=True, beside=BESIDE), options)
+    rows = _planned(lay(program, options, like=first, fuse=True, beside=BESIDE), options)
     margin = DIRECT_GAIN if direct.routes(best.plan.overlaps) else 1.0
     return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else best
+
+
+def launched(program: Program, options: Options) -> Options:
+    """With the price of a launch in what runs: a CUDA graph launches nothing from the host."""
+    if not graphed(program, options):
+        return options
+    return replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
 
 
 def graphed(program: Program, options: Options) -> bool:
@@ -284,7 +305,8 @@ def _hold(program: Program, problem: Problem, fixed: Held) -> None:
 def _planned(laid: Laid, options: Options) -> Planned:
     program, strategies, flow = laid.program, laid.strategies, laid.flow
     first = partition(program, laid.description, strategies, laid.grads, 0)
-    placed = tuple(p for site in first.sites.values() for p in _place(site, options))
+    priced = _priced(options)
+    placed = tuple(p for site in first.sites.values() for p in _place(site, priced))
     work, copies = laid.whole, _copies(first, options, program)
     rates = laid.prices.rates
     machine = overlaps.machine(options.cluster, options.tp, laid.prices.collective)
@@ -355,7 +377,15 @@ def _direct(
     return direct.weigh(find(program, rank), {p.name: p.seconds for p in placed}, peers)
 
 
-def _place(site: Site, options: Options) -> list[Placed]:
+def _priced(options: Options) -> Priced:
+    """`pick`, remembered: by the site's name only where algorithms are given by names."""
+    found = cache(partial(pick, options))
+    if isinstance(options.algorithm, str):
+        return lambda kind, nbytes, _: found(kind, nbytes)
+    return found
+
+
+def _place(site: Site, priced: Priced) -> list[Placed]:
     out = []
     nbytes = prod(site.shape) * site.dtype.itemsize
     steps = [(site.name, site.conversion.forward)]
@@ -363,7 +393,7 @@ def _place(site: Site, options: Options) -> list[Placed]:
         steps.append((f"{site.name}.backward", site.conversion.backward))
     for name, step in steps:
         if step.collective is not None:
-            algorithm, seconds = pick(options, step.collective, nbytes, name)
+            algorithm, seconds = priced(step.collective, nbytes, name)
             out.append(
                 Placed(name, step.collective, nbytes, algorithm, seconds, site.source, site.module)
             )

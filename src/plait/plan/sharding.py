@@ -12,7 +12,7 @@ edge stands in some edge class, so it can cost optimality but never correctness.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,6 @@ import numpy as np
 from torch import fx
 
 from plait.errors import PlanError
-from plait.plan.classes import classes
 from plait.plan.problem import Choice, Key, Problem
 from plait.rules.layout import Strategy
 
@@ -41,10 +40,11 @@ class Solution:
 
 
 def solve(
-    problem: Problem, prices: Prices, *, tie: bool = True, time_limit: float = 60
+    problem: Problem, prices: Prices, tied: Mapping[fx.Node, int] | None = None, *, time_limit: float = 60
 ) -> Solution:
-    """The cheapest strategies of all nodes; `tie=False` solves every node by itself."""
-    builder = _Builder(problem, prices, classes(problem) if tie else _singletons(problem))
+    """The cheapest strategies of all nodes; `tied`: the classes that share them (classes.py), without it every node
+    chooses for itself."""
+    builder = _Builder(problem, prices, _singletons(problem) if tied is None else tied)
     return builder.solve(time_limit)
 
 
@@ -55,7 +55,7 @@ def _singletons(problem: Problem) -> dict[fx.Node, int]:
 class _Builder:
     """Collects columns (costs, integrality) and rows (equalities, inequalities)."""
 
-    def __init__(self, problem: Problem, prices: Prices, cls: dict[fx.Node, int]):
+    def __init__(self, problem: Problem, prices: Prices, cls: Mapping[fx.Node, int]):
         self.problem, self.prices, self.cls = problem, prices, cls
         self.cost: list[float] = []
         self.integral: list[int] = []

@@ -63,6 +63,10 @@ class Split:
         return {}
 
     @cached_property
+    def _ranges(self) -> dict[tuple[Factor, int], Ranges]:
+        return {}
+
+    @cached_property
     def _set(self) -> frozenset[Factor]:
         return frozenset(self.factors)
 
@@ -101,8 +105,14 @@ class Split:
         return (first, count) if count and found == self.factors[:count] else None
 
     def ranges(self, f: Factor, rank: int) -> Ranges:
-        """The rows of a dim that `rank` holds, in order."""
+        """The rows of a dim that `rank` holds, in order. Remembered as `touches` is."""
         f = f.root()
+        known = self._ranges.get((f, rank))
+        if known is None:
+            known = self._ranges[f, rank] = self._rows(f, rank)
+        return known
+
+    def _rows(self, f: Factor, rank: int) -> Ranges:
         if not self.touches(f):
             return ((0, f.size),) if f.size else ()
         if f.kind == "sum":
