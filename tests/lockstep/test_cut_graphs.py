@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from plait.capture import capture
 from plait.cluster import Cluster
 from plait.mesh import ORDERS, Mesh
-from plait.plan import planner
+from plait.passes.pipeline import split
+from plait.plan import planner, staged
 from plait.plan.placement import Placement
 from plait.plan.stages import Line
 from plait.plan.ways import divided
@@ -112,3 +113,27 @@ def test_no_cut_of_a_program_is_better(name: str, pp: int, training: bool) -> No
     mine = stages(line, found.bounds, lambda n: ways * link.seconds(n))
     assert found.seconds == pytest.approx(mine)
     assert max(mine) <= best * (1 + IMBALANCE)
+
+
+class Counting(nn.Module):
+    """Counts its calls, in what no other operator reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down, self.up = nn.BatchNorm1d(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.up(self.down(self.norm(x))), self.norm.bias
+
+
+def test_weights_are_where_other_forms_of_call_look_for_them() -> None:
+    """What is made again needs its weights where it is read, or in the last stage, which gives it out."""
+    program = capture(Counting(), (torch.randn(6, 8),), training=True)
+    options = planner.Options(1, MACHINE.subset([0]), overlap="off")
+    wish = staged.Wish(2, MACHINE.subset([0, 1]), 1, "gpipe", "off")
+    made = staged.make(program, options, wish)
+    cut = split(made.planned[0].local(0), made.staged.borders, program.graph)
+    homes = [frozenset(stage.weights) for stage in cut]
+    assert {"b_norm_num_batches_tracked", "p_norm_bias"} <= homes[1]
+    again = staged.make(program, options, wish, homes=homes)
+    assert again.staged.firsts == made.staged.firsts

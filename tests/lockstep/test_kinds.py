@@ -177,6 +177,33 @@ def _scattered() -> Made:
     return Net(run, a=linear(8, 12), wide=weight(20, 4), out=weight(12, 4)), inputs, "a.weight wide out"
 
 
+def _assigned() -> Made:
+    def run(s: Net, x: Tensor) -> Tensor:
+        y = s.a(x)
+        wide = y.new_zeros(5, 20)
+        wide[:, 4:16], wide[1:, 0], wide[:] = y, y[1:, 3], wide + 1
+        y[1:4] = y[1:4].tanh() * s.scale
+        y[0] += 1
+        y[::2].copy_(s.b(x)[:3])
+        return torch.cat([y @ s.out, wide @ s.wide], 1)
+
+    parts = dict(a=linear(8, 12), b=linear(8, 12), scale=weight(12), wide=weight(20, 4), out=weight(12, 4))
+    return Net(run, **parts), (learned(5, 8),), "a.weight b.weight out"
+
+
+def _recurrent() -> Made:
+    def run(s: Net, x: Tensor) -> Any:
+        y, (h, c) = s.first(x @ s.a)
+        z, g = s.second(y.transpose(0, 1))
+        return s.last(z)[0] @ s.out, h, c, g
+
+    parts = dict(
+        a=weight(8, 6), first=nn.LSTM(6, 7, 2, batch_first=True, bidirectional=True, proj_size=3),
+        second=nn.GRU(6, 5), last=nn.RNN(5, 12, nonlinearity="relu"), out=weight(12, 3),
+    )  # fmt: skip
+    return Net(run, **parts), (learned(5, 4, 8),), "a"
+
+
 def _chosen() -> Made:
     def run(s: Net, x: Tensor) -> Tensor:
         y = s.a(x)
@@ -202,6 +229,8 @@ KINDS: dict[str, Callable[[], Made]] = {
     "repeated": _repeated,
     "names of graphs": _names_of_graphs,
     "scattered": _scattered,
+    "assigned": _assigned,
+    "recurrent": _recurrent,
     "chosen": _chosen,
 }
 

@@ -200,7 +200,7 @@ def work(
         {n: b + STATES * trained.get(n, 0.0) for n, b in held.items()},
         trained,
         tuple(n.name for n in light),
-        tuple(tuple(_reads(n, light, weights.keys())) for n in nodes),
+        _needs(nodes, output, light, weights.keys()),
         last,
         _until(nodes, last),
         sum((Amount.of(_nbytes(n), counter.moves(n)) for n in finals), Amount()),
@@ -400,6 +400,15 @@ def _light(flow: Flow) -> dict[fx.Node, None]:
         if free and _nbytes(node) <= LIGHT:
             out[node] = None
     return out
+
+
+def _needs(
+    nodes: Sequence[fx.Node], output: fx.Node, light: Mapping[fx.Node, None], weights: Collection[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Light values are made where they are read, and those that are given out in the last stage."""
+    out = [() if n in light else tuple(_reads(n, light, weights)) for n in nodes]
+    given = _reads(output, light, weights)
+    return (*out[:-1], tuple(dict.fromkeys([*out[-1], *given]))) if out else ()
 
 
 def _reads(node: fx.Node, light: Mapping[fx.Node, None], weights: Collection[str]) -> Sequence[str]:

@@ -16,7 +16,7 @@ from plait.rules import views
 from plait.rules.describe import Access, Describer, Letter, Rule, bind, rebind, resize
 from plait.rules.equation import Factor, product
 from plait.rules.facts import Pattern
-from plait.rules.lookups import embedding, gather, index, index_put, index_select, scatter
+from plait.rules.lookups import assign, embedding, gather, index, index_put, index_select, scatter
 from plait.rules.own import SLOPED
 from plait.rules.rule import Binder, Elementwise, Equation, is_tensor, outputs
 from plait.rules.split import Split
@@ -352,6 +352,28 @@ def grouped_matmul(d: Describer, node: fx.Node) -> Access:
     return Access((x, weight, offs), (result,), letters, ((0,),))
 
 
+def recurrent(d: Describer, node: fx.Node) -> Access:
+    """`t b i, l b h -> t b k, l b h`: b parallel; time, states and weights whole."""
+    bound = bind(node)
+    if bound["dropout"] and bound["train"]:
+        return d.whole(node, "it draws between its layers")
+    hx = bound["hx"]
+    x, *states = (d.operand(n) for n in [bound["input"], *([hx] if is_tensor(hx) else hx)])
+    params = [d.operand(n) for n in bound["params"]]
+    rows = ["b", "t"] if bound["batch_first"] else ["t", "b"]
+    binder = Binder(d, node)
+    binder.bind([*rows, "i"], x.dims)
+    for i, state in enumerate(states):
+        binder.bind([f"l{i}", "b", f"h{i}"], state.dims)
+    for i, p in enumerate(params):
+        binder.bind([f"p{i}{j}" for j in range(len(p.dims))], p.dims)
+    names = [[*rows, "k"], *([f"l{i}", "b", f"h{i}"] for i in range(len(states)))]
+    results = tuple(binder.result(each, d.sizes(node, i)) for i, each in enumerate(names))
+    letters = binder.letters({name: "whole" for name in binder.bound if name != "b"})
+    products = tuple((*x.dims[:2], *p.dims) for p in params if len(p.dims) == 2)
+    return Access((x, *states, *params), results, letters, products=products)
+
+
 def _overloads(names: str) -> list[Any]:
     """`add.Tensor sub` -> the overloads that this torch has; without a dot, all of a name's."""
     found = []
@@ -385,6 +407,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("gather.default",       gather),
     ("scatter.src scatter.value scatter.reduce scatter_add.default scatter_reduce.two index_add.default index_copy.default index_fill.int_Scalar", scatter),
     ("index_put.default _unsafe_index_put.default", index_put),
+    ("slice_scatter.default select_scatter.default", assign),
     ("bucketize.Tensor",     Equation("self[*] boundaries[n] -> [*]", whole="n")),
     ("one_hot.default",      one_hot),
     # attention, norms, losses
@@ -438,6 +461,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("div.Tensor mul.Scalar div.Scalar neg.default", Elementwise("self")),
     ("where.self",           Elementwise("self+other")),
     ("_to_copy.default to.dtype type_as.default", Elementwise("self")),
+    ("copy.default",         Elementwise("src")),
     # elementwise
     ("add.Scalar sub.Scalar rsub.Scalar rsub.Tensor pow div.Tensor_mode div.Scalar_mode remainder fmod floor_divide maximum.default minimum.default", Elementwise()),
     ("abs.default exp.default expm1.default log.default log1p.default log2.default sqrt.default rsqrt.default reciprocal.default sin.default cos.default tan.default tanh.default atan.default asin.default acos.default sinh.default cosh.default sigmoid.default relu.default relu6.default gelu.default silu.default mish.default softplus.default elu.default selu.default celu.default leaky_relu.default hardtanh.default hardswish.default hardsigmoid.default softsign.default log_sigmoid.default logit.default erf.default erfc.default square.default sign.default floor.default ceil.default round.default round.decimals trunc.default frac.default isnan.default isinf.default isfinite.default logical_not.default bitwise_not.default nan_to_num.default atan2.default threshold.default", Elementwise()),
@@ -448,6 +472,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("l1_loss.default mse_loss.default kl_div.default smooth_l1_loss.default huber_loss.default soft_margin_loss.default binary_cross_entropy.default binary_cross_entropy_with_logits.default", Elementwise()),
     ("prelu.default",        prelu),
     ("_grouped_mm.default",  grouped_matmul),
+    ("lstm.input gru.input rnn_tanh.input rnn_relu.input", recurrent),
 )
 # fmt: on
 

@@ -137,4 +137,22 @@ def index_put(d: Describer, node: fx.Node) -> Access:
     return Access((x, *indices, values), (result,), (*letters, *indexed), carries)
 
 
+def assign(d: Describer, node: fx.Node) -> Access:
+    """`* d, * e -> * d`, what `x[:, 1:] = y` becomes: the dim that is written in part is whole."""
+    bound = bind(node)
+    x, source = d.operand(bound["self"]), d.operand(bound["src"])
+    dim = bound["dim"] % len(x.dims)
+    names = [f"d{i}" for i in range(len(x.dims))]
+    one = "index" in bound  # a row, which has no such dim
+    rows = names[:dim] + ([] if one else ["e"]) + names[dim + 1 :]
+    if not one and source.dims[dim].size == x.dims[dim].size and not d.is_symbolic(x.dims[dim]):
+        rows = names  # all of it
+    binder = Binder(d, node)
+    binder.bind(names, x.dims)
+    binder.bind(rows, source.dims)
+    result = binder.result(names, d.sizes(node))
+    letters = binder.letters({} if rows is names else {names[dim]: "whole", "e": "whole"})
+    return Access((x, source), (result,), letters, ((0, 1),))
+
+
 WRITTEN = "written by value"
