@@ -186,6 +186,8 @@ def refused(group: Any, what: str) -> None:
             parts(x)
         case "no loss":
             parts.step(x)
+        case "target":
+            parts.step(x, target=x)
         case "rows":
             parts.step(x, loss_fn=lambda out: out.sum(1))
         case "training":
@@ -197,6 +199,7 @@ def refused(group: Any, what: str) -> None:
     [
         ("last", "outputs='last' leaves the other stages nothing to call backward on"),
         ("no loss", "needs a model that returns its loss as `loss`"),
+        ("target", "target= is for a loss_fn; the model's own loss takes its labels as the model does"),
         ("rows", "gives a tensor of [7]; step takes a loss of one real element"),
         ("training", "compile with training=True"),
     ],
@@ -272,3 +275,33 @@ def test_a_rank_killed_in_the_middle_of_a_step(culprit: int) -> None:
     for seconds, words in answers:
         assert f"rank {culprit}" in words
         assert seconds < 30
+
+
+def raising(group: Any, mesh: str) -> str:
+    """A loss on the gathered output raises on one rank, which lives on; what every rank is told."""
+    model, x = tower()
+    at, culprit = Mesh.parse(mesh), dist.get_rank(group) == 1
+
+    def loss(out: Tensor) -> Tensor:
+        if out.sum() < 100 and culprit:
+            raise ValueError("bad loss on this rank")
+        return out.sum()
+
+    parts = plait.compile(
+        model, (x,), tp=at.tp, pp=at.pp, training=True, group=group, cluster=prove.free(2), measure=False
+    )
+    with pytest.raises((RankError, ValueError)) as caught:
+        parts.step(x, loss_fn=loss)
+    time.sleep(2 * culprit)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2/3", marks=pytest.mark.full)])
+def test_a_loss_that_raises_on_one_rank_is_told(mesh: str) -> None:
+    pool = Pool()
+    try:
+        others, own = pool.run(raising, 2, mesh)
+    finally:
+        pool.close()
+    assert own == "bad loss on this rank"
+    assert "rank 1 failed: ValueError: bad loss on this rank" in others

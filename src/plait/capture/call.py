@@ -17,6 +17,7 @@ from plait.errors import CaptureError
 from plait.program import Input
 
 Range = tuple[int | None, int | None]
+TARGET = "plait_target"  # the keyword that a step's targets are
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Call:
 def spell(path: Any) -> str:
     """A leaf of (args, kwargs) as the caller would write it."""
     root, rest = path[0], path[1:]
+    if rest and getattr(rest[0], "key", None) == TARGET:
+        return "target" + pytree.keystr(rest[1:])
     return ("args", "kwargs")[root.idx] + pytree.keystr(rest)
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.capture.call import TARGET
 from plait.errors import InputError
-
-TARGET = "plait_target"
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +53,8 @@ class Loss:
 
     def takes(self, targets: Sequence[Any]) -> None:
         """InputError where `fn` cannot be called with so many targets."""
+        if self.fn is None and targets:
+            raise InputError(f"target= is for a loss_fn; {self} takes its labels as the model does")
         try:
             signature = inspect.signature(self.fn) if self.fn is not None else None
         except (TypeError, ValueError):  # it says nothing of its arguments

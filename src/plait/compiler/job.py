@@ -131,7 +131,7 @@ class Job:
             if loss.every is not None:
                 program, joined, reason = self._join(source, program, loss, state, values, reason)
             if loss.asked:
-                self.agreement.same("compile", [reason])
+                self.agreement.same("compile", [reason or f"{loss} is captured"])
             if program is None or reason:
                 return reason
             try:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.capture.call import TARGET
 from plait.capture.join import shapes
-from plait.capture.loss import NO_LOSS, TARGET, Loss
+from plait.capture.loss import NO_LOSS, Loss
 from plait.capture.state import State
 from plait.errors import InputError, NotYetError
 from plait.passes.microbatch import MOST
@@ -161,13 +162,13 @@ class Compiled(nn.Module):
             own = shapes(args, kwargs)
             loss = replace(loss, every=self._agreement.all_replicas("step", own))
         elif self._alone:
-            return on_the_output(self, loss, args, kwargs)
+            return on_the_output(self, loss, args, kwargs, self._agreement.guard)
         found, leaves = self._executable(args, kwargs, loss)
         if not isinstance(found, Gathered):
             return self._run(found, leaves, "step", found.step)
         plain = found.plain
         call = partial(self._run, plain.whole(), leaves, "forward")
-        value, out = on_the_output(lambda *_, **__: call(), loss, args, kwargs)
+        value, out = on_the_output(lambda *_, **__: call(), loss, args, kwargs, self._agreement.guard)
         value = self._holdings.replicas.total(value) / self._holdings.replicas.count
         return value, out if plain.reads else None
 

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.capture.loss import TARGET, Loss
+from plait.capture.call import TARGET
+from plait.capture.loss import Loss
 from plait.errors import InputError
 from plait.runtime.pipeline import Pipeline
 
@@ -46,12 +47,13 @@ def without_target(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_the_output(
-    call: Callable[..., Any], loss: Loss, args: Sequence[Any], kwargs: Mapping[str, Any]
+    call: Callable[..., Any], loss: Loss, args: Sequence[Any], kwargs: Mapping[str, Any], guard: Any
 ) -> tuple[Tensor, Any]:
-    """Forward, loss, backward."""
+    """Forward, loss, backward; `guard`: agreement.guard, for the others wait for this rank's backward."""
     out = call(*args, **without_target(kwargs))
-    value = loss(out, kwargs[TARGET])
-    if not value.requires_grad:
-        raise InputError(f"{loss} gives a loss without a gradient: it depends on no parameter or input")
+    with guard("step"):
+        value = loss(out, kwargs[TARGET])
+        if not value.requires_grad:
+            raise InputError(f"{loss} gives a loss without a gradient: it depends on no parameter or input")
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach(), pytree.tree_map_only(Tensor, Tensor.detach, out)
