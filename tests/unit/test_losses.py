@@ -143,6 +143,7 @@ def test_what_has_no_equation_is_composed_of_what_has() -> None:
 
     model, x = Spelled(), torch.randn(2, 3, 4)
     program = capture(model, (x,))
-    unknown = [n.target for n in program.graph.nodes if n.op == "call_function" and n.target not in table()]
-    assert unknown == [torch.ops.aten.gru.input]
+    called = {n.target for n in program.graph.nodes if n.op == "call_function"}
+    assert called <= table().keys()
+    assert torch.ops.aten.gru.input in called
     torch.testing.assert_close(run_whole(program, dict(model.named_parameters()), (x,)), model(x))
