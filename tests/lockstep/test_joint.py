@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, pairwise
@@ -284,24 +285,27 @@ def _winners(what: Program, machine: Cluster, options: dict[str, object]) -> lis
 # -- errors and artefacts ---------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_names_the_smallest_number_of_devices_that_would_do() -> None:
-    what = program(512, 2048, 4, 4, 64)
-    machine = roomy("dgx-h100[2]", 0.008)
+@pytest.mark.parametrize(
+    ("training", "gib", "options"),
+    [(False, 0.008, {}), (True, 0.02, {"schedules": ("interleaved",), "recompute": ("off", "full")})],
+)
+def test_what_does_not_fit_names_the_smallest_number_of_devices_that_would_do(
+    training: bool, gib: float, options: dict[str, object]
+) -> None:
+    what = program(512, 2048, 4, 4, 64, training)
+    machine = roomy("dgx-h100[2]", gib)
     with pytest.raises(PlanError, match="does not fit") as caught:
-        choose(what, machine)
+        choose(what, machine, **options)
     words = str(caught.value)
     assert "tp=2 pp=1 dp=1: does not fit" in words
     count = int(words.split("on which it fits is ")[1].split()[0])
-    fits = {n: _fits(what, joint.grow(machine, n)) for n in (count - 1, count)}
+    assert all(int(n) <= 2 * count for n in re.findall(r"at least (\d+) stages are needed", words))
+    fits = {n: _fits(what, joint.grow(machine, n), options) for n in (count - 1, count)}
     assert fits == {count - 1: False, count: True}
 
 
-def _fits(what: Program, machine: Cluster) -> bool:
-    try:
-        choose(what, machine)
-    except PlanError:
-        return False
-    return True
+def _fits(what: Program, machine: Cluster, options: dict[str, object]) -> bool:
+    return bool(_winners(what, machine, options))
 
 
 def test_words_that_mean_nothing_are_all_named() -> None:

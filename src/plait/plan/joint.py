@@ -19,6 +19,7 @@ follow one another (without gradients a pipeline stays full between them), over 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
@@ -31,12 +32,11 @@ from plait.mesh import ORDERS, Mesh
 from plait.passes import microbatch, schedule
 from plait.passes.microbatch import Batch, Joined, Uncut
 from plait.plan import planner
-from plait.plan.gradients import summed
-from plait.plan.placement import Placement
+from plait.plan.gradients import room, summed
+from plait.plan.placement import Link, Placement
 from plait.plan.plan import Candidate, Choice, Memory, Placed
 from plait.plan.planner import Laid, Options
-from plait.plan.stages import cut
-from plait.plan.ways import Group, Way, opened
+from plait.plan.ways import Group, Way, divided
 from plait.plan.work import Work
 from plait.program import Program
 from plait.rules.aten import table
@@ -47,6 +47,7 @@ FRONT = 8  # candidates that a plan lists
 CLOSE = 0.02
 DEEP = 8  # micro-batches a stage, at most: the bubble is then below 1/9
 RECOMPUTE = ("off", "full")
+USUAL = {1, 2, 4, 8}  # ranks of tensor parallelism that are tried where nothing fits
 # NCCL has no tags: messages of two ranks match in the order in which both post them, not proven of the others.
 UNTAGGED = ("gpipe", "1f1b")
 
@@ -182,7 +183,7 @@ class _Search:
         runs several micro-batches, or operators again, only for want of memory.
         """
         found: list[Candidate] = []
-        why = ""
+        refused: list[tuple[tuple[int, bool, int], str]] = []  # the way that needs least memory says it best
         for bound, way in ways:
             if bound > most * (1 + CLOSE):
                 return found, ""
@@ -190,13 +191,14 @@ class _Search:
             try:
                 candidate = self._weigh(way, self.ask.cluster.device.memory)
             except PlanError as error:
-                why = why or str(error)
+                needs = schedule.STAGES_A_PLACE[way.schedule], way.recompute == "off", -way.pieces
+                refused.append((needs, str(error)))
                 continue
             found = sorted([*found, candidate], key=self._score)
             most = min(most, self._score(candidate))
             if (mesh.pp, way.pieces, way.recompute) == (1, 1, "off"):
                 break
-        return found, "" if found else why
+        return found, "" if found or not refused else min(refused)[1]
 
     def _ways(self, mesh: Mesh) -> Iterator[Way]:
         several = min(mesh.pp, mesh.dp) > 1
@@ -319,38 +321,42 @@ class _Search:
         nearest = (
             f"the smallest number of {kind} on which it fits is {smallest[0]} ({smallest[1]})"
             if smallest
-            else f"no number of {kind} would be enough: an operator alone is too large for one"
+            else f"no number of {kind} would be enough: an operator alone is too large for one, "
+            "or there are too few of them for the stages of the schedule"
         )
         return "\n".join([f"the program does not fit {self.ask.cluster.label}; {nearest}", *lines])
 
     def _smallest(self) -> tuple[int, str] | None:
-        """(devices, mesh): over the sizes of tp that lie in one host, and any number of stages."""
+        """(devices, mesh): over the sizes of tp that lie in one host or are usual, and any number of stages."""
         dp = min(mesh.dp for mesh in self.ask.meshes)
         best: tuple[int, str] | None = None
         host = max(len(node) for node in self.ask.cluster.nodes)
-        sizes = {m.tp for m in self.ask.meshes} | {n for n in range(1, host + 1) if host % n == 0}
+        sizes = {m.tp for m in self.ask.meshes} | {n for n in range(1, host + 1) if host % n == 0} | USUAL
         for tp in sorted(sizes):
-            pp = self._fewest_stages(tp)
+            pp = self._fewest_stages(tp, dp)
             if pp is not None and (best is None or tp * pp * dp < best[0]):
                 best = tp * pp * dp, str(Mesh(tp, pp, dp))
         return best
 
-    def _fewest_stages(self, tp: int) -> int | None:
+    def _fewest_stages(self, tp: int, dp: int) -> int | None:
         cluster = grow(self.ask.cluster, max(tp, self.ask.cluster.size))
-        name = "1f1b" if "1f1b" in self.ask.schedules else "gpipe"
-        pieces = max(self._counts(Mesh(tp, pp=2**10)))
-        recompute = "full" if "full" in self.ask.recompute and self.program.training else "off"
-        line = self._way(Placement(cluster.subset(range(tp)), Mesh(tp)), pieces, name, recompute).line
+        training = self.program.training
+        names = [n for n in ("1f1b", *self.ask.schedules) if n in self.ask.schedules]
+        name = names[0] if training else "gpipe"
+        counts = self._counts(Mesh(tp, pp=2**10))
+        recompute = "full" if "full" in self.ask.recompute and training else "off"
+        where = Placement(cluster.subset(range(tp)), Mesh(tp))
+        ways = [self._way(where, n, name, recompute) for n in {min(counts), max(counts)}]
+        spare = self.ask.cluster.device.memory - room(Mesh(tp, dp=dp), ways[0].group.work)
 
         def fits(pp: int) -> bool:
-            counts = opened(name, pp, min(pieces, DEEP * pp), self.program.training)
-            try:
-                cut(line, pp, memory=self.ask.cluster.device.memory, opened=counts)
-            except PlanError:
-                return False
-            return True
+            for way in ways:
+                with suppress(PlanError):
+                    divided(way.line, Link(), spare, pp, name, min(way.pieces, DEEP * pp), training)
+                    return True
+            return False
 
-        most = len(line.items)
+        most = int(ways[0].line.legal.sum() - 1) // schedule.STAGES_A_PLACE[name]
         pp = next((p for p in (2**k for k in range(most.bit_length())) if fits(p)), None)
         if pp is None:
             return None

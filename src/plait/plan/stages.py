@@ -339,12 +339,12 @@ def _sums(values: Sequence[float]) -> Row:
 
 
 def _too_large(line: Line, stages: int, memory: float, opened: Sequence[float]) -> str:
-    n = np.array([len(line.items)])
-    total = float(line.memory(np.array([0]), n, max(opened))[0])
+    begin, end = np.array([0]), np.array([len(line.items)])
+    total, least = (float(line.memory(begin, end, count)[0]) for count in (max(opened), min(opened)))
     given = f"{stages} stages of {spell_size(memory)} each" if stages > 1 else spell_size(memory)
     words = f"does not fit: {spell_size(total)} in {given}"
     room = int(memory - line.workspace)
     if room <= 0:
         return f"{words}; values that are alive at once take {spell_size(line.workspace)} on every stage"
-    need = max(stages + 1, -(-int(total - line.workspace) // room))
+    need = max(stages + 1, -(-int(least - line.workspace) // room))
     return f"{words}; at least {need} stages are needed"

@@ -76,8 +76,9 @@ def plan_table(plan: Plan, title: str) -> Table:
     table.add_row("all weights", who, "", f"{weights} of {size(plan.bytes_whole)}")
     table.add_section()
     if plan.staged is not None:
-        crossing = by_rank(plan.staged.crossing, size)
-        table.add_row("stages", str(plan.staged), str(plan.pp), f"{crossing} at a cut{_each(plan)}")
+        crossing = plan.staged.crossing
+        sent = f"{by_rank(crossing, size)} at a cut{_each(plan)}" if crossing else ""
+        table.add_row("stages", str(plan.staged), str(plan.pp), sent)
         table.add_section()
     for (what, how, each), count in counted(map(_collective, plan.collectives)):
         table.add_row(what, how, str(count), f"{size(each)} each, {size(each * count)} in all")
@@ -138,6 +139,8 @@ def predictions(plan: Plan) -> Iterator[str]:
     if plan.chosen:
         yield plan.chosen
     if plan.choice is not None:
+        if plan.choice.memory is not None:
+            yield f"memory: {plan.choice.memory}"
         yield from (f"does not fit: {why}" for why in plan.choice.refused)
     yield from (f"note: {note}" for note in plan.notes)
 
