@@ -483,6 +483,30 @@ def test_a_failure_on_the_way_back_is_named(fresh: Pool, mesh: str, how: str) ->
         assert culprit.kind == "Died"
 
 
+def forgetful(group: Any, mesh: str, culprit: int) -> str:
+    """One rank calls forward again where the other calls backward; what each raises."""
+    case = CASES["b43_chain_of_collectives"]
+    setup = case.setup()
+    parts = prove.compiled(case, setup, Mesh.parse(mesh), group)
+    args, kwargs = setup.inputs()
+    setup.loss(parts(*args, **kwargs)).backward()
+    loss = setup.loss(parts(*args, **kwargs))
+    try:
+        if dist.get_rank(group) == culprit:
+            parts(*args, **kwargs)
+        else:
+            loss.backward()
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("mesh", "culprit"), [("tp2", 0), ("pp2", 1)])
+def test_a_backward_pass_that_a_rank_leaves_out_is_named(fresh: Pool, mesh: str, culprit: int) -> None:
+    for said in fresh.run(forgetful, 2, mesh, culprit):
+        assert f"rank {1 - culprit} is in a backward pass that others have not begun: rank {culprit} is at" in said
+
+
 BACKWARD = """
 import sys, torch, torch.distributed as dist, plait
 from torch import nn

@@ -139,7 +139,7 @@ class Agreement:
             return
 
         def enter(grad: Tensor) -> None:
-            watch.enter()
+            watch.enter(counted=True)
 
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:

@@ -6,7 +6,8 @@ connection, however it dies, and the kernel's keepalive closes the one to a host
 
     {"say": "hello", "rank": 1, "token": ...}        a member to the hub, first of all
     {"say": "welcome", "rank": 0}                    the hub's answer, when all have come
-    {"say": "come", "rank": 1, "round": 7, "what": "save", "value": ...}    to a meeting
+    {"say": "come", "rank": 1, "round": 7, "what": "save", "value": ..., "passes": 3}    to a meeting, after 3
+                                                     backward passes
     {"say": "failed", "rank": 1, "text": "ValueError: ..."}
     {"say": "stumbled", "rank": 1, "at": "...", "text": ...}    an error that all ranks may have met
     {"say": "left", "rank": 1, "ending": true}       goodbye, by a process that ends or one that goes on
@@ -70,6 +71,7 @@ class Line:
     def __init__(self, members: tuple[Member, ...], rank: int) -> None:
         self.members, self.rank = members, rank
         self.on_failure: Callable[[Failure], None] = lambda failure: None
+        self.on_come: Callable[[], None] = lambda: None
         self.changed = threading.Condition()
         self.failure: Failure | None = None
         self.left: set[int] = set()
@@ -142,6 +144,8 @@ class Line:
             self.changed.notify_all()
         if failure is not None:
             self.on_failure(failure)
+        if message["say"] == "come" and message["rank"] != self.rank:
+            self.on_come()
 
     def _weigh(self, message: Message) -> None:
         """The hub's view of stumbles; a rank that ends after one has failed by it."""

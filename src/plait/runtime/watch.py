@@ -37,6 +37,7 @@ log = logging.getLogger("plait")
 HEARSAY = 2.0  # seconds to hear which rank is behind an error that a collective raised here
 RELEASE = 5.0  # seconds for `release` to be done before the main thread goes on
 UNSAID = 2.0  # seconds for an exception of a backward pass to end the program
+ALONE = 5.0  # seconds for a backward pass that others have not begun, and now cannot, to end by itself
 LAST = 15.0  # seconds that a device kernel may wait for a failed rank before the process exits
 _TAG = 2**30 + 7  # of a message that nobody sends
 
@@ -55,11 +56,13 @@ class Watch:
         self._round = 0
         self._task = -1  # the backward pass that was seen last
         self._pass: weakref.ref[_Pass] | None = None
+        self._passes = 0  # that came back through outputs: as many on every rank between two meetings
         self._stumbles = 0
         self.place: object = None  # spells how far this rank has come, where all ranks do the same
         self._line = _connect(self._group)
         self._releaser = _Releaser(self._line, device)
         self.covers(self._group)
+        self._line.on_come = self._overtaken
         self._line.start()
         self._end = weakref.finalize(self, self._line.close)
         self._end.atexit = False
@@ -151,14 +154,41 @@ class Watch:
                 now.failed = False  # it is told
             raise
 
-    def enter(self) -> None:
-        """Called in a backward pass: from now on the others are told if the pass does not end."""
+    def enter(self, counted: bool = False) -> None:
+        """Called in a backward pass: from now on the others are told if the pass does not end.
+
+        `counted`: all ranks begin such a pass.
+        """
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
+            self._passes += counted
             now = _Pass(self)
             self._pass = weakref.ref(now)
             Variable._execution_engine.queue_callback(now)  # type: ignore[no-untyped-call]
+            self._overtaken()
+
+    def _overtaken(self) -> None:
+        """Look again in a while where a backward pass runs here that a rank at the next meeting has not begun."""
+        if self._pass is not None and (now := self._pass()) is not None and self._behind_us():
+            late = threading.Timer(ALONE, self._still_alone, (weakref.ref(now), self._round))
+            late.daemon = True
+            late.start()
+
+    def _still_alone(self, then: weakref.ref[_Pass], number: int) -> None:
+        behind = self._behind_us()
+        if then() is None or self._round != number or not behind or self._line.failure is not None:
+            return
+        others = ", ".join(f"rank {rank} is at {json.dumps(what)}" for rank, what in behind.items())
+        self._line.say("failed", text=(
+            f"rank {self.rank} is in a backward pass that others have not begun: {others}. All ranks call "
+            "backward, once per forward"
+        ))  # fmt: skip
+
+    def _behind_us(self) -> dict[int, str]:
+        """Ranks that wait at the next meeting after fewer backward passes than were begun here."""
+        come = self._line.rounds.get(self._round, {})
+        return {r: m["what"] for r, m in sorted(come.items()) if m["passes"] < self._passes}
 
     @contextlib.contextmanager
     def step(self, what: str) -> Iterator[None]:
@@ -188,7 +218,7 @@ class Watch:
         self.check(what)
         line, number = self._line, self._round
         self._round += 1
-        line.say("come", round=number, what=what, value=value)
+        line.say("come", round=number, what=what, value=value, passes=self._passes)
         with line.changed:
             come = line.rounds[number]
             in_time = line.changed.wait_for(
