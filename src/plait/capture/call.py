@@ -174,7 +174,7 @@ class _Dynamic:
             for number, path, dim, size in self._sizes(named[name], asked, name, wrong):
                 label, bounds = _size(size)
                 if label is None or not label.isidentifier():
-                    wrong.append(f"{path}: dim {dim} is named {size!r}, which is no identifier")
+                    wrong.append(f"{path}: dim {dim} is {_misnamed(size)}")
                     continue
                 dims[number][dim] = label
                 ranges[label] = bounds if bounds != (None, None) else ranges.get(label, bounds)
@@ -216,7 +216,7 @@ class _Dynamic:
         for dim, size in items:
             if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
                 wrong.append(f"{path} has {tensor.dim()} dims, no dim {dim!r}")
-            elif size is not None:
+            elif size is not None and size != torch.export.Dim.STATIC:
                 yield tree, path, dim % tensor.dim(), size
 
     def _unequal(self, dims: list[dict[int, str]]) -> list[str]:
@@ -242,6 +242,15 @@ def _outside(name: str, bounds: Range, path: str, given: int) -> list[str]:
     if (low or 0) <= given and (high is None or given <= high):
         return []
     return [f"{name!r} is from {low or 0} to {high or 'any number'}, but {given} in {path}"]
+
+
+def _misnamed(size: Any) -> str:
+    hints = (torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC)
+    if any(size == hint for hint in hints):
+        return "left to torch: name its size ('batch'; sizes of one name are equal), and leave out those that are fixed"
+    if isinstance(size, torch.export.Dim):
+        return f"{size.__name__}, a size derived from another: name it by itself, or leave it out"
+    return f"named {size!r}, which is no identifier"
 
 
 def _size(size: Any) -> tuple[str | None, Range]:

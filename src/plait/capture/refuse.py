@@ -231,7 +231,7 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
     if "Constraints violated" in text:
         return _constraints(text, places)
     if "DynamicOutputShape" in type(error).__name__:
-        return f"{place}{text.strip()}: {SIZED_BY_VALUES}"
+        return f"{place}{text.strip()}: {SIZED_LOSS if 'loss' in text else SIZED_BY_VALUES}"
     if ".numpy() is not supported" in text or "access data pointer" in text:
         return f"{place}the tensor leaves torch here; only torch operators can be captured"
     return told(error)
@@ -240,6 +240,11 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
 SIZED_BY_VALUES = (
     "the size of the result depends on the values of a tensor, which is not supported; keep the size and "
     "mask what does not count (torch.where), or pass it as a Python number"
+)
+
+SIZED_LOSS = (
+    "a size that it needs depends on the values of a tensor, which is not supported: compute the loss on the "
+    "outputs of the compiled model"
 )
 
 

@@ -103,13 +103,27 @@ def _within(guard: Any, size: sympy.Symbol, example: int, known: Range) -> Range
 
 
 def places(sizes: Mapping[str, Asked], guards: Iterable[tuple[Any, str]]) -> dict[str, str]:
-    """The line that asks about each size; an equation says more than a limit."""
-    first = sorted(guards, key=lambda g: type(g[0]).__name__ not in ("Equality", "Unequality"))
+    """The line that asks about each size: one that another size would answer otherwise, and an equation before a
+    limit."""
     found: dict[str, str] = {}
+    lines = [(guard, place) for guard, place in guards if place]
     for name, size in sizes.items():
-        lines = [place for guard, place in first if size.symbols & guard.free_symbols and place]
-        found.update({name: lines[0]} if lines else {})
+        about = [x for x in lines if size.symbols & x[0].free_symbols]
+        if about:
+            found[name] = min(about, key=lambda x: (not _turns(x[0], size), not _equation(x[0])))[1]
     return found
+
+
+def _turns(guard: Any, size: Asked) -> bool:
+    """Whether its answer at the example is not that next to it."""
+    if not guard.free_symbols <= size.symbols:
+        return False
+    near = (n for n in range(size.example - 1, size.example + 2) if n >= LEAST)
+    return len({guard.xreplace(dict.fromkeys(size.symbols, sympy.Integer(n))) for n in near}) > 1
+
+
+def _equation(guard: Any) -> bool:
+    return type(guard).__name__ in ("Equality", "Unequality")
 
 
 def _least(known: int | None, upper: Any) -> int | None:
