@@ -183,6 +183,16 @@ def parts_of_size_one() -> Setup:
 
 
 @case("tp2 tp3")
+def squeezed_parts() -> Setup:
+    """Squeezed, a rank's part of size 1 is still a part; with two of three columns on one rank, too."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        return s.up(x[:1]).squeeze() @ s.down + s.up(x).squeeze((0, 1)).squeeze(-1) @ s.down  # type: ignore[no-any-return]
+
+    return Setup(Net(run, up=linear(8, 3), down=weight(3, 5)), (torch.randn(4, 8),))
+
+
+@case("tp2 tp3")
 def class_token_and_positions() -> Setup:
     """ViT: a token in front, positions added, the first row read by a pooler."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import plait
@@ -68,6 +69,15 @@ def test_sizes_that_are_values_are_refused_by_line(kind: type[nn.Module]) -> Non
     assert "where" in str(caught.value)
 
 
+def test_a_loss_of_which_a_size_is_a_value_has_its_place_behind_the_model() -> None:
+    def run(s: Net, x: Tensor, y: Tensor) -> Tensor:
+        return F.ctc_loss(s.up(x).log_softmax(-1), y, (6, 6), (3, 2))
+
+    args = (torch.randn(6, 2, 8), torch.randint(1, 7, (2, 3)))
+    with pytest.raises(CaptureError, match=r"F\.ctc_loss\(.*: compute the loss on the outputs of the compiled model"):
+        capture(Net(run, up=linear(8, 7)), args)
+
+
 class Put(nn.Module):
     """One value where a mask holds: of elements, of rows, of columns."""
 
@@ -87,6 +97,43 @@ def test_what_a_mask_puts_is_chosen_for_each_element() -> None:
     assert torch.ops.aten.index_put.default not in kinds
     assert kinds.count(torch.ops.aten.where.self) == 4
     torch.testing.assert_close(run_whole(program, {}, (x,)), Put()(x))
+
+
+def test_a_mask_behind_an_operator_of_several_results_is_not_judged() -> None:
+    def run(s: Net, x: Tensor, mask: Tensor) -> Tensor:
+        q = s.up(x)
+        seen = mask.min(-1).values[:, None].clamp(max=0)  # no input's value is known
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=seen.chunk(2)[0])
+
+    model, args = Net(run, up=linear(4, 4)), (torch.randn(3, 5, 4), torch.randn(2, 5, 3))
+    same(capture(model, args), model, *args)
+
+
+class Fields(dict[str, Any]):
+    """A dict that is made in the order of its fields, and remembers what was set later as the last."""
+
+
+pytree.register_pytree_node(
+    Fields,
+    lambda x: (list(x.values()), list(x)),
+    lambda values, names: Fields(sorted(zip(names, values, strict=True))),
+    flatten_with_keys_fn=lambda x: ([(pytree.MappingKey(k), v) for k, v in x.items()], list(x)),
+    serialized_type_name="tests.Fields",
+)
+
+
+def test_results_are_found_in_a_container_that_has_an_order_of_its_own() -> None:
+    def run(s: Net, x: Tensor) -> Any:
+        y = s.up(x)
+        out = Fields(a=y, d=(None, y * 2), c=None)
+        out["b"] = y[:, :2]
+        return out
+
+    model, x = Net(run, up=linear(4, 4)), torch.randn(3, 4)
+    got, want = run_whole(capture(model, (x,)), dict(model.named_parameters()), (x,)), model(x)
+    assert set(got) == set(want)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name])
 
 
 # -- hooks, checkpoints, subclasses --------------------------------------------------------------------
@@ -218,11 +265,26 @@ def test_sizes_that_are_one_have_one_name() -> None:
         )
 
 
-def test_a_size_of_one_value_is_named_with_the_line_that_asks() -> None:
-    def run(s: Net, x: Tensor) -> Tensor:
-        return s.up(x) + torch.ones(5, 4)  # type: ignore[no-any-return]
+def _added(s: Net, x: Tensor) -> Tensor:
+    return s.up(x) + torch.ones(5, 4)  # type: ignore[no-any-return]
 
-    with pytest.raises(CaptureError, match=rf"'rows' can only be 5 \(.*{HERE}"):
+
+def _asked(s: Net, x: Tensor) -> Tensor:
+    y = s.up(x)  # which asks for a size of 1
+    return y.relu() if x.shape[0] == 5 else y  # type: ignore[no-any-return]
+
+
+def _limited(s: Net, x: Tensor) -> Tensor:
+    y = s.up(x)
+    return y.relu() if 4 < len(x) < 6 else y  # type: ignore[no-any-return]
+
+
+LINES = [(_added, "torch.ones"), (_asked, r"x\.shape\[0\] == 5"), (_limited, "4 < len")]
+
+
+@pytest.mark.parametrize(("run", "line"), LINES)
+def test_a_size_of_one_value_is_named_with_the_line_that_asks(run: Any, line: str) -> None:
+    with pytest.raises(CaptureError, match=rf"'rows' can only be 5 \(.*{HERE}.*{line}"):
         capture(Net(run, up=linear(3, 4)), (torch.randn(5, 3),), dynamic={"args": [{0: "rows"}]})
 
 
@@ -232,6 +294,8 @@ def test_a_size_of_one_value_is_named_with_the_line_that_asks() -> None:
         ({"y": {0: "b"}}, "forward is given no argument 'y'"),
         ({"x": {4: "b"}}, "x has 2 dims, no dim 4"),
         ({"x": {0: 3}}, "x: dim 0 is named 3, which is no identifier"),
+        ({"x": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.STATIC}}, "x: dim 0 is left to torch: name its .*2, 3"),
+        ({"x": {1: 3 * torch.export.Dim("n")}}, r"x: dim 1 is 3\*n, a size derived from another"),
         ({"x": {0: "n", 1: "n"}}, "'n' is one size but 2 in .* 3 in"),
     ],
 )

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, OutputKind
+from torch.utils import _pytree as pytree
 
 from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
@@ -24,6 +26,7 @@ class Export:
     blocks: Blocks
     notes: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()  # attributes that forward sets
+    order: tuple[int, ...] = ()  # which result of the call each result of the graph is
 
 
 def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool = True) -> Export:
@@ -61,6 +64,18 @@ def _export(
             model, args, kwargs, dynamic_shapes=call.dynamic_shapes(), strict=False
         )
     prepare(exported.graph_module, training)
+    order = _order(exported)
     exported = renamed(exported, lambda e: e.run_decompositions(decompositions()))
     write_out(exported)
-    return Export(exported, call, blocks, notes)
+    return Export(exported, call, blocks, notes, order=order)
+
+
+def _order(exported: ExportedProgram) -> tuple[int, ...]:
+    """Decompositions pack the results once more, and a container may hold them in another order then: that of its
+    fields, where forward had set them in one of its own."""
+    kinds = [s.arg for s in exported.graph_signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
+    none = [i for i, x in enumerate(kinds) if isinstance(x, ConstantArgument) and x.value is None]
+    sent = [None if i in none else i for i in range(len(kinds))]
+    came = pytree.tree_leaves(pytree.tree_unflatten(sent, exported.call_spec.out_spec))
+    left = iter(none)
+    return tuple(next(left) if i is None else i for i in came)

@@ -39,7 +39,7 @@ def lower(
     for node in exported.graph.nodes:
         if node.op not in ("placeholder", "output"):
             splice.copy(node)
-    outputs, mutations = _results(graph, exported, weights)
+    outputs, mutations = _results(graph, export, weights)
     program = Program(
         graph,
         tuple(weights.live),
@@ -214,8 +214,9 @@ def _inputs(
 
 
 def _results(
-    graph: fx.Graph, exported: ExportedProgram, weights: _Weights
+    graph: fx.Graph, export: Export, weights: _Weights
 ) -> tuple[tuple[Output, ...], tuple[Mutation, ...]]:
+    exported = export.program
     flat = list(exported.graph.output_node().args[0])  # type: ignore[arg-type]
     pairs = list(zip(exported.graph_signature.output_specs, flat, strict=True))
     results: list[fx.Node] = []
@@ -232,7 +233,8 @@ def _results(
             mutations.append(Mutation(weights.node[str(spec.target)].name, len(results)))
             results.append(weights.env[value])
     graph.output(tuple(results))
-    return tuple(outputs), tuple(mutations)
+    ordered = [x for _, x in sorted(zip(export.order, outputs, strict=True), key=lambda pair: pair[0])]
+    return tuple(ordered), tuple(mutations)
 
 
 def _refuse_other_changes(exported: ExportedProgram) -> None:

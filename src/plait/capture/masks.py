@@ -100,14 +100,17 @@ class _Masks:
 
 
 def _made_of_sizes(mask: fx.Node) -> list[fx.Node] | None:
-    """All nodes that `mask` is computed from, in order; None where one is a weight or an input."""
+    """All nodes that `mask` is computed from, in order; None where one is a weight or an input, or has several
+    results, which are not followed."""
     found: dict[fx.Node, None] = {}
 
     def walk(node: fx.Node) -> bool:
         if node in found:
             return True
-        is_size = not isinstance(node.meta.get("val"), torch.Tensor)
-        if node.op == "placeholder" or (node.op == "call_function" and _random(node)):
+        value = node.meta.get("val")
+        is_size = not isinstance(value, torch.Tensor)
+        several = isinstance(value, (tuple, list))
+        if several or node.op == "placeholder" or (node.op == "call_function" and _random(node)):
             return False
         if not is_size and not all(walk(n) for n in node.all_input_nodes):
             return False

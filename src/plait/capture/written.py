@@ -7,6 +7,7 @@
     other losses                      of each element or row, then their sum or mean     losses.py
     what torch composes of others     these, where there is no equation for the whole
     x[mask] = one value               where(mask, value, x)
+    squeeze                           of the dims that go: a rank's part of another may be of size 1
     a region under no_grad            its operators, then detach (training only)
     detached, then changed in place   a clone of it                       detached.py
     sparse gradients                  dense ones
@@ -56,6 +57,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         **get_decompositions(MOVES),
         aten.rms_norm.default: rms_norm,
         aten.index_put.default: masked_put,
+        aten.squeeze.default: squeeze,
+        aten.squeeze.dim: squeeze,
+        aten.squeeze.dims: squeeze,
         **losses.decompositions(),
     }
 
@@ -117,6 +121,14 @@ def masked_put(
     inner = x.dim() - at - masks[0].dim()
     mask = masks[0].reshape(*masks[0].shape, *[1] * inner) if inner else masks[0]
     return torch.where(mask, value.reshape(()), x)
+
+
+def squeeze(x: torch.Tensor, dim: int | list[int] | None = None) -> torch.Tensor:
+    asked = dim if isinstance(dim, (list, tuple)) else [*range(x.dim())] if dim is None else [dim] * min(1, x.dim())
+    gone = [d for d in asked if isinstance(n := x.shape[d], int) and n == 1]
+    if gone == dim:
+        return NotImplemented  # type: ignore[no-any-return]
+    return aten.squeeze.dims(x, gone)  # type: ignore[no-any-return]
 
 
 def _dense(node: fx.Node) -> None:
