@@ -188,6 +188,8 @@ def refused(group: Any, what: str) -> None:
             parts.step(x)
         case "target":
             parts.step(x, target=x)
+        case "detached":
+            parts.step(x, loss_fn=lambda out: out.detach().sum())
         case "rows":
             parts.step(x, loss_fn=lambda out: out.sum(1))
         case "training":
@@ -200,6 +202,7 @@ def refused(group: Any, what: str) -> None:
         ("last", "outputs='last' leaves the other stages nothing to call backward on"),
         ("no loss", "needs a model that returns its loss as `loss`"),
         ("target", "target= is for a loss_fn; the model's own loss takes its labels as the model does"),
+        ("detached", "a loss without a gradient"),
         ("rows", "gives a tensor of [7]; step takes a loss of one real element"),
         ("training", "compile with training=True"),
     ],

@@ -144,6 +144,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no loss": (lambda c: c.step(X), "without loss_fn"),
     "loss of many": (lambda c: c.step(X, loss_fn=lambda out: out), r"a tensor of \[4, 6\]"),
     "loss alone": (lambda c: c.step(X, loss_fn=lambda out: torch.ones(())), "without a gradient"),
+    "inference": (lambda c: torch.inference_mode()(c.step)(X, loss_fn=torch.sum), "outside of torch.inference_mode"),
+    "target alone": (lambda c: c.step(X, target=X), "target= is for a loss_fn; the model's own loss takes its labels"),
     "loss of no target": (lambda c: c.step(X, loss_fn=lambda out, t: t), r"of which there are 0: .*'t'"),
     "loss of targets": (lambda c: c.step(X, target=(X, X), loss_fn=lambda out: out), "there are 2: too many"),
     "complex": (lambda c: c.step(X, loss_fn=lambda out: out.sum() * 1j), "complex; step takes a loss of one real"),
@@ -167,6 +169,14 @@ def test_methods_of_a_compiled_module(compiled: plait.Compiled, name: str) -> No
     call, words = CALLS[name]
     with pytest.raises((InputError, WeightError), match=words):
         call(compiled)
+
+
+def test_one_stage_of_several_micro_batches_is_the_last_and_refuses_as_one_piece_does() -> None:
+    made = plait.compile(model(), (X,), training=True, micro_batches=2, outputs="last")
+    made(X).sum().backward()
+    assert all(p.grad is not None for p in made.parameters())
+    with pytest.raises(InputError, match="without a gradient"):
+        made.step(X, loss_fn=lambda out: out.sum().detach())
 
 
 def test_where_no_line_is_the_users_the_module_is_named(compiled: plait.Compiled) -> None:

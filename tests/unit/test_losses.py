@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.capture import capture, losses
+from plait.capture.loss import Loss
 from plait.passes.microbatch import find, piece
 from plait.program import run_whole
 from plait.rules.aten import table
@@ -147,3 +149,27 @@ def test_what_has_no_equation_is_composed_of_what_has() -> None:
     assert called <= table().keys()
     assert torch.ops.aten.gru.input in called
     torch.testing.assert_close(run_whole(program, dict(model.named_parameters()), (x,)), model(x))
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "a function": lambda: lambda out: out.sum(),
+    "a partial": lambda: partial(F.cross_entropy, ignore_index=3, weight=WEIGHT),
+    "a module": lambda: nn.CrossEntropyLoss(WEIGHT, reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_loss_that_is_made_alike_again_is_the_same(name: str) -> None:
+    every = [Loss(make()) for make in MADE.values()]
+    assert [Loss(MADE[name]()).same(other) for other in every] == [name == other for other in MADE]
+
+
+def test_a_loss_that_is_made_otherwise_is_another() -> None:
+    module, hooked = nn.MSELoss(), nn.MSELoss()
+    hooked.register_forward_hook(lambda *_: None)
+    others = [nn.MSELoss(reduction="sum"), nn.MSELoss().eval(), nn.L1Loss(), hooked]
+    assert Loss(module).same(Loss(nn.MSELoss()))
+    assert not any(Loss(module).same(Loss(other)) for other in others)
+    weighted = partial(F.cross_entropy, weight=WEIGHT)
+    apart = [partial(F.cross_entropy, weight=WEIGHT.clone()), partial(F.cross_entropy, label_smoothing=0.1)]
+    assert not any(Loss(weighted).same(Loss(other)) for other in [*apart, F.cross_entropy])

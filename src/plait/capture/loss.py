@@ -11,6 +11,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -54,7 +55,8 @@ class Loss:
     def takes(self, targets: Sequence[Any]) -> None:
         """InputError where `fn` cannot be called with so many targets."""
         if self.fn is None and targets:
-            raise InputError(f"target= is for a loss_fn; {self} takes its labels as the model does")
+            raise InputError(f"target= is for a loss_fn; {self} takes its labels as the model "
+                "does: by their place where it calls them target")
         try:
             signature = inspect.signature(self.fn) if self.fn is not None else None
         except (TypeError, ValueError):  # it says nothing of its arguments
@@ -74,13 +76,8 @@ class Loss:
         return f"loss_fn {getattr(self.fn, '__qualname__', type(self.fn).__qualname__)}"
 
     def same(self, other: Loss) -> bool:
-        """A function that is written in a loop is the same one each time, if all it closes over is."""
-        a, b = self.fn, other.fn
-        if (self.asked, self.every) != (other.asked, other.every):
-            return False
-        if isinstance(a, FunctionType) and isinstance(b, FunctionType):
-            return a.__code__ is b.__code__ and _equal(_bound(a), _bound(b))
-        return a is b or (a is not None and a == b)
+        """Whether what was captured with the one stands for the other."""
+        return (self.asked, self.every) == (other.asked, other.every) and _alike(self.fn, other.fn)
 
 
 NO_LOSS = Loss(asked=False)  # of a plain call
@@ -119,6 +116,29 @@ def _own(out: Any) -> Any:
     if loss is None:
         raise InputError("step() without loss_fn needs a model that returns its loss as `loss`")
     return loss
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """One function, `partial` or module, or two that were made alike: what a loop writes is made anew each time."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, FunctionType):
+        return a.__code__ is b.__code__ and _equal(_bound(a), _bound(b))
+    if isinstance(a, partial):
+        return _alike(a.func, b.func) and _equal(*([*f.args, "", *f.keywords, *f.keywords.values()] for f in (a, b)))
+    if isinstance(a, nn.Module):
+        return _bare(a) and _bare(b) and _equal(*([*_attributes(m), *m._buffers.values()] for m in (a, b)))
+    return bool(a == b)
+
+
+def _bare(module: nn.Module) -> bool:
+    """Nothing hangs on it that its attributes do not tell."""
+    hooks = [v for name, v in vars(module).items() if name.endswith("hooks")]
+    return not module._modules and not any(hooks)
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return [x for name, v in vars(module).items() if not name.startswith("_") for x in (name, v)]
 
 
 def _bound(fn: FunctionType) -> list[Any]:

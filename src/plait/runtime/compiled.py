@@ -156,6 +156,8 @@ class Compiled(nn.Module):
         """
         if not self._first.planned.program.training:
             raise InputError("step() needs gradients: compile with training=True")
+        if torch.is_inference_mode_enabled():
+            raise InputError("step() needs gradients: call it outside of torch.inference_mode()")
         loss, kwargs = Loss(loss_fn), with_target(kwargs, target)
         loss.takes(kwargs[TARGET])
         if self._holdings.replicas.count > 1:
@@ -165,10 +167,11 @@ class Compiled(nn.Module):
             return on_the_output(self, loss, args, kwargs, self._agreement.guard)
         found, leaves = self._executable(args, kwargs, loss)
         if not isinstance(found, Gathered):
+            found.refuse_step(leaves)
             return self._run(found, leaves, "step", found.step)
         plain = found.plain
         call = partial(self._run, plain.whole(), leaves, "forward")
-        value, out = on_the_output(lambda *_, **__: call(), loss, args, kwargs, self._agreement.guard)
+        value, out = on_the_output(lambda *_, **__: call(), loss, args, kwargs, self._agreement.step)
         value = self._holdings.replicas.total(value) / self._holdings.replicas.count
         return value, out if plain.reads else None
 

@@ -36,6 +36,7 @@ from plait.runtime.stages import Stages, stages
 from plait.runtime.transport import Transport
 
 LOSS = 0  # the flat output of a step's program that is differentiated
+UNTRAINED = "step: a loss without a gradient: it depends on no parameter or input that learns"
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,18 @@ class Pipeline:
 
     def refuse(self) -> None:
         """A call whose backward could not be asked for on every rank; before any rank starts."""
-        if self.only_last and self.program.training and torch.is_grad_enabled():
+        staged = self.stages.channel.pp > 1
+        if self.only_last and staged and self.program.training and torch.is_grad_enabled():
             raise InputError(
                 "outputs='last' leaves the other stages nothing to call backward on: "
                 "train with compiled.step, or with outputs='all'"
             )
+
+    def refuse_step(self, leaves: Sequence[Any]) -> None:
+        """As `refuse`, of a step whose loss nothing learns from."""
+        loss = self.stages.spec(self.stages.specs(leaves, True), LOSS, 0)
+        if loss is None or not loss.grad:
+            raise InputError(UNTRAINED)
 
     # -- the user's own loop -----------------------------------------------------------------------------
 

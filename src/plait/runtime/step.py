@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from plait.capture.call import TARGET
 from plait.capture.loss import Loss
 from plait.errors import InputError
-from plait.runtime.pipeline import Pipeline
+from plait.runtime.pipeline import UNTRAINED, Pipeline
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,12 @@ def without_target(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def on_the_output(
     call: Callable[..., Any], loss: Loss, args: Sequence[Any], kwargs: Mapping[str, Any], guard: Any
 ) -> tuple[Tensor, Any]:
-    """Forward, loss, backward; `guard`: agreement.guard, for the others wait for this rank's backward."""
+    """Forward, loss, backward. `guard`, of the agreement, tells an error of the loss to the others: they would
+    wait for this rank's backward."""
     out = call(*args, **without_target(kwargs))
     with guard("step"):
         value = loss(out, kwargs[TARGET])
         if not value.requires_grad:
-            raise InputError(f"{loss} gives a loss without a gradient: it depends on no parameter or input")
+            raise InputError(UNTRAINED)
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach(), pytree.tree_map_only(Tensor, Tensor.detach, out)
