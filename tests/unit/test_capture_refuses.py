@@ -226,7 +226,10 @@ def changed_without_gradient(x: Tensor) -> Tensor:
         (inner_gradient, r"`y: Tensor = torch\.func\.grad.*`: .* torch\.autograd\.grad is"),
         (spelled, r"`return x \* len\(.*`: .* a Python number"),
         (addressed, r"`return x if x\.data_ptr.*`: the tensor leaves torch here"),
-        (checked, r"_linalg_check_errors.* \(inv_ex for inv\)"),
+        pytest.param(
+            checked, r"_linalg_check_errors.* \(inv_ex for inv\)",
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="this torch drops the check from its graphs"),
+        ),
         (least_squares, r"lstsq.*the size of the result depends on the values"),
         (changed_by_data, "what was detached from a value that is read later"),
         (changed_without_gradient, "under no_grad a value that has a gradient and is read later"),

@@ -357,7 +357,9 @@ def recurrent(d: Describer, node: fx.Node) -> Access:
     bound = bind(node)
     if bound["dropout"] and bound["train"]:
         return d.whole(node, "it draws between its layers")
-    hx = bound["hx"]
+    hx, count = bound["hx"], len(node.meta["val"])
+    if any(len(d.sizes(node, i)) != 3 for i in range(count)):
+        return d.whole(node, "this torch traces its states with other shapes than it computes")
     x, *states = (d.operand(n) for n in [bound["input"], *([hx] if is_tensor(hx) else hx)])
     params = [d.operand(n) for n in bound["params"]]
     rows = ["b", "t"] if bound["batch_first"] else ["t", "b"]
