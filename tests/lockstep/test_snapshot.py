@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -288,3 +289,34 @@ def test_zero_has_a_sign_and_true_is_not_one() -> None:
     before = Snapshot.of(mine).facts
     mine.a, mine.b, mine.c = -0.0, True, float("nan")
     assert set(before.changes(Snapshot.of(mine).facts)) == {"a", "b"}
+
+
+class Kind(Enum):
+    FULL = "full"
+    FAST = "fast"
+
+
+def _one(x: Tensor) -> Tensor:
+    return x
+
+
+def _other(x: Tensor) -> Tensor:
+    return -x
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "said"),
+    [
+        (nn.ReLU, nn.GELU, ("GELU", "ReLU")),
+        (Kind.FULL, Kind.FAST, ("Kind.FAST", "Kind.FULL")),
+        (_one, _other, ("_other", "_one")),
+    ],
+)
+def test_classes_functions_and_members_of_enums_are_what_they_are(was: Any, now: Any, said: tuple[str, str]) -> None:
+    mine = nn.Module()
+    mine.held = {"kind": was}
+    before = Snapshot.of(mine)
+    assert before.holds()
+    mine.held["kind"] = now
+    assert not before.holds()
+    assert before.facts.changes(Snapshot.of(mine).facts) == {"held['kind']": said}

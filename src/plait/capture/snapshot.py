@@ -17,6 +17,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import chain
 from operator import attrgetter, eq, is_
 from types import FunctionType, SimpleNamespace
@@ -214,7 +215,7 @@ class _Walk:
         elif isinstance(value, set):
             self.sets.append(value)
             self.attributes[path] = frozenset(value)
-        elif _is_data(value):
+        elif not isinstance(value, _NAMED) and _is_data(value):
             self._items(path, vars(value), f"{path}.{{}}")
             self.attributes[path] = kind
         else:
@@ -289,6 +290,8 @@ def _spell(x: Any) -> str:
         return "not there"
     if (isinstance(x, (*_PLAIN, frozenset)) and not isinstance(x, type)) or x is None:
         return repr(x)
+    if isinstance(x, Enum):
+        return str(x)
     if isinstance(x, _Again):
         return x.name or "the model"
     if isinstance(x, tuple):
@@ -302,6 +305,7 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, slice, range,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
+_NAMED = (type, FunctionType, Enum)  # each is what it is, whatever its own attributes are
 _COMPARED = (*_PLAIN, tuple, frozenset, _Again)
 _HOLDERS = (SimpleNamespace, Namespace)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
