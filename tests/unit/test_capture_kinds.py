@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -139,12 +140,37 @@ def test_results_are_found_in_a_container_that_has_an_order_of_its_own() -> None
 # -- hooks, checkpoints, subclasses --------------------------------------------------------------------
 
 
-def test_every_hook_is_named() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    model[0].register_forward_hook(lambda module, args, out: out + 1)
-    model[1].register_forward_pre_hook(lambda module, args: args)
-    with pytest.raises(CaptureError, match=r"hooks on 0 .*1 .*remove them"):
-        capture(model, (torch.randn(2, 3),))
+def _layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(linear(4, 6), nn.ReLU(), linear(6, 4)) for _ in range(4)))
+
+
+def test_forward_hooks_are_a_part_of_forward() -> None:
+    model, x = _layers(), torch.randn(2, 4)
+    model[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model[1][0].register_forward_hook(lambda module, args, out: out.sin())
+    model[2].register_forward_hook(lambda module, args, out: out + 1)
+    model.register_forward_hook(lambda module, args, kwargs, out: out * 3, with_kwargs=True)
+    prune.random_unstructured(model[3][0], "weight", 0.5)
+    before = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    same(capture(model, (x,)), model, x)
+    assert before == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+
+
+@pytest.mark.parametrize("keep", [lambda a, y: y, lambda a, y: y.detach().mean(), lambda a, y: a[0]])
+def test_hooks_that_keep_what_they_see_are_named(keep: Any) -> None:
+    model, kept = _layers(), list[Any]()
+    model[1].register_forward_hook(lambda module, args, out: kept.append(keep(args, out)))
+    with pytest.raises(CaptureError, match=r"hooks keep tensors that they see: 1 \(.*return those"):
+        capture(model, (torch.randn(2, 4),))
+
+
+def test_hooks_of_all_modules_are_refused() -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    try:
+        with pytest.raises(CaptureError, match="every module .*remove them"):
+            capture(_layers(), (torch.randn(2, 4),))
+    finally:
+        handle.remove()
 
 
 def test_hooks_of_the_backward_matter_in_training_alone() -> None:

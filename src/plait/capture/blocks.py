@@ -34,6 +34,7 @@ from plait.capture import sizes
 from plait.capture.call import Call, Range
 from plait.capture.forgotten import Forgotten
 from plait.capture.functions import traced
+from plait.capture.hooks import Hooks
 from plait.capture.preserve import (
     on_meta,
     preserved,
@@ -78,7 +79,13 @@ class Proof:
 
 def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) -> Proof:
     """Run the trial; raises a CaptureError for what an export would forget."""
-    kinds = _kinds(model) if blocks else []
+    hooks = Hooks()
+    proof = _tried(model, call, training, _kinds(model) if blocks else [], hooks)
+    hooks.refuse()
+    return proof
+
+
+def _tried(model: nn.Module, call: Call, training: bool, kinds: list[Kind], hooks: Hooks) -> Proof:
     forgotten = Forgotten(training)
     trial = Trial(kinds, forgotten)
     forwards = {
@@ -92,6 +99,7 @@ def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) 
         if on_meta(model):
             swap_tensors(model, to_meta)
         swap_tensors(model, mode.from_tensor)  # so that nothing is computed or changed
+        hooks.watch(model)
         asked = sizes.asked(call, (args, kwargs))
         _watch_guards(env, trial)
         failed: Exception | None = None

@@ -24,6 +24,8 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 
+from plait.capture.hooks import KINDS as FORWARD_HOOKS
+from plait.capture.hooks import title
 from plait.errors import CaptureError, PlaitError
 
 # -- before ----------------------------------------------------------------------------------------------
@@ -51,11 +53,10 @@ def _wrappers(model: nn.Module) -> Iterator[str]:
 
 
 def _hooks(model: nn.Module, training: bool) -> Iterator[str]:
-    kinds = ["_forward_pre_hooks", "_forward_hooks"]
-    kinds += ["_backward_pre_hooks", "_backward_hooks"] if training else []
-    everywhere = [k for k in kinds if getattr(nn_module, f"_global{k}", None)]
+    kinds = ["_backward_pre_hooks", "_backward_hooks"] if training else []
+    everywhere = [k for k in (*FORWARD_HOOKS, *kinds) if getattr(nn_module, f"_global{k}", None)]
     found = [
-        f"{name or 'the model'} ({_title(hook)})"
+        f"{name or 'the model'} ({title(hook)})"
         for name, m in model.named_modules()
         for kind in kinds
         for hook in getattr(m, kind, {}).values()
@@ -69,14 +70,8 @@ def _hooks(model: nn.Module, training: bool) -> Iterator[str]:
     if found:
         yield (
             f"hooks on {', '.join(found)} would be left out: remove them, or write what they do "
-            "into forward (torch.nn.utils.parametrizations has weight_norm and spectral_norm "
-            "without hooks)"
+            "into forward"
         )
-
-
-def _title(hook: Any) -> str:
-    hook = getattr(hook, "func", hook)
-    return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def _odd_weights(model: nn.Module) -> Iterator[str]:
