@@ -144,12 +144,23 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(linear(4, 6), nn.ReLU(), linear(6, 4)) for _ in range(4)))
 
 
-def test_forward_hooks_are_a_part_of_forward() -> None:
-    model, x = _layers(), torch.randn(2, 4)
+def _adds(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.add_(1)
+
+
+def test_every_hook_that_changes_values_is_named() -> None:
+    model = _layers()
     model[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     model[1][0].register_forward_hook(lambda module, args, out: out.sin())
-    model[2].register_forward_hook(lambda module, args, out: out + 1)
+    model[2].register_forward_hook(_adds)
     model.register_forward_hook(lambda module, args, kwargs, out: out * 3, with_kwargs=True)
+    with pytest.raises(CaptureError, match=r"hooks on 0 .*, 1\.0 .*, 2 .*, the model .* change .*remove them"):
+        capture(model, (torch.randn(2, 4),))
+
+
+def test_hooks_that_make_weights_are_a_part_of_forward() -> None:
+    model, x = _layers(), torch.randn(2, 4)
+    model[2].register_forward_hook(lambda module, args, out: None)
     prune.random_unstructured(model[3][0], "weight", 0.5)
     before = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     same(capture(model, (x,)), model, x)
@@ -160,7 +171,7 @@ def test_forward_hooks_are_a_part_of_forward() -> None:
 def test_hooks_that_keep_what_they_see_are_named(keep: Any) -> None:
     model, kept = _layers(), list[Any]()
     model[1].register_forward_hook(lambda module, args, out: kept.append(keep(args, out)))
-    with pytest.raises(CaptureError, match=r"hooks keep tensors that they see: 1 \(.*return those"):
+    with pytest.raises(CaptureError, match=r"hooks on 1 \(.* keep tensors that they see: return"):
         capture(model, (torch.randn(2, 4),))
 
 

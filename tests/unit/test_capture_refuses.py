@@ -28,6 +28,13 @@ def test_what_runs_may_not_depend_on_a_value() -> None:
         capture(Counts(), (torch.ones(2, 3, dtype=torch.int64),))
 
 
+def test_a_forward_hook_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_forward_hook(lambda module, args, out: out + 1)
+    with pytest.raises(CaptureError, match="hook"):
+        capture(model, (torch.randn(2, 3),))
+
+
 def test_a_hook_of_the_backward_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].register_full_backward_hook(lambda module, grad_in, grad_out: None)

@@ -1,7 +1,8 @@
-"""Forward hooks: they run at the capture, as forward does, and what they compute is in the graph.
+"""Forward hooks: refused where they change what forward gives, or keep what they see.
 
-What one keeps outside of the model (activations in a list) it would keep once, and of no values. So what
-hooks see and make in the trial is watched, and a hook is refused of which something is alive after it.
+Those that only make a weight of others before the forward (pruning, weight_norm as it was), or that wait for
+somebody to ask (transformers installs some on the first call), are in the trial what they are in a call. So
+what hooks see, make and give is watched there; one is refused of which something is alive after it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Hooks:
     """Those that the model had before its trial; to be put on within `preserved`."""
 
     seen: dict[str, list[weakref.ref[torch.Tensor]]] = field(default_factory=dict)  # by hook, in words
+    change: dict[str, None] = field(default_factory=dict)
 
     def watch(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
@@ -40,8 +42,12 @@ class Hooks:
         seen = self.seen.setdefault(words, [])
 
         def run(module: nn.Module, *args: Any) -> Any:
+            given = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            versions = [x._version for x in given]
             with _Made(seen):
                 result = hook(module, *args)
+            if result is not None or versions != [x._version for x in given]:
+                self.change[words] = None
             _note(seen, (args, result))
             return result
 
@@ -49,17 +55,24 @@ class Hooks:
 
     def refuse(self) -> None:
         """After the trial, when nothing of it is held any more."""
-        for wait in WAITS if any(self.seen.values()) else ():
-            kept = [words for words, refs in self.seen.items() if any(r() is not None for r in refs)]
-            if not kept:
-                return
+        for wait in WAITS:
+            if not self._keep():
+                break
             gc.collect()
             time.sleep(wait)
-        if any(self.seen.values()):
-            raise CaptureError(
-                f"hooks keep tensors that they see: {', '.join(kept)}. A compiled model does not run them: "
-                "return those tensors from forward, or remove the hooks"
+        found = [
+            f"hooks on {', '.join(names)} {what}"
+            for names, what in (
+                (self.change, "change what forward gives: remove them, or write what they do into forward"),
+                (self._keep(), "keep tensors that they see: return these from forward, or remove the hooks"),
             )
+            if names
+        ]
+        if found:
+            raise CaptureError("; ".join(found))
+
+    def _keep(self) -> list[str]:
+        return [words for words, refs in self.seen.items() if any(r() is not None for r in refs)]
 
 
 class _Made(TorchFunctionMode):
