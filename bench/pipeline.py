@@ -12,7 +12,7 @@ predicted for its median. Other work on the cores makes the clock on the wall sa
 seconds of every action, played by the schedule.
 
 Seconds are from the first action of any place to the end of the last, medians over the steps of a
-run; every candidate runs in the same processes, a step of each in turn.
+run; every candidate runs in the same processes, a step of each in turn (of those that compute the second of two).
 """
 
 from __future__ import annotations
@@ -177,6 +177,8 @@ def candidate(parts: Any, x: Tensor, target: Tensor, **told: Any) -> Candidate:
 
 
 def step(one: Candidate, x: Tensor, target: Tensor, sleeps: bool) -> None:
+    if not sleeps:  # in a loop of its own a candidate finds its weights in the caches, not another's
+        one.parts.step(x, target=target, loss_fn=loss)
     CLOCK.each = one.each if sleeps else {}
     CLOCK.events, CLOCK.spent = [], {}
     dist.barrier()
