@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import plait
 from plait.errors import InputError
 from tests.cases import CASES, Mesh
 from tests.compare import demand, differences, digest, within
@@ -323,23 +321,6 @@ def test_a_scaler_is_one_for_all_ranks(pool: Pool, bad: int | None) -> None:
 def test_a_scaler_of_stages_is_refused(pool: Pool) -> None:
     for failure in pool.errors(scaled, 2, "pp2", None):
         assert "each stage of a pipeline" in failure.message, failure.traceback
-
-
-def clips_and_goes_on(group: Any) -> None:
-    """The first stage trains nothing, so that torch's own clipping finds nothing to refuse there."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-    model[0].requires_grad_(False)
-    x = torch.randn(4, 6)
-    parts = plait.compile(model, (x,), tp=1, pp=2, training=True, group=group, measure=False)
-    for _ in range(2):
-        parts(x).sum().backward()
-        with suppress(InputError):
-            nn.utils.clip_grad_norm_(parts.parameters(), 1.0)
-
-
-def test_a_stage_that_clips_nothing_hears_of_those_that_may_not(pool: Pool) -> None:
-    for failure in pool.errors(clips_and_goes_on, 2):
-        assert "the norm is of one stage" in failure.message, failure.traceback
 
 
 def kept(group: Any) -> None:

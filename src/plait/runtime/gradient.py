@@ -41,13 +41,13 @@ class Holder:
     guard: Callable[[str], AbstractContextManager[None]]
 
     def everywhere(self, x: Tensor, op: str, what: str) -> Tensor:
+        if self.staged:
+            raise InputError(
+                f"{what} on the gradient of {self.name}: each stage of a pipeline has the gradients "
+                "of its own weights only. plait.clip_grad_norm_(compiled, max_norm) takes the norm "
+                "of the whole model; a gradient scaler is for float16, bfloat16 needs none"
+            )
         with self.guard(what):
-            if self.staged:  # in the same words on all of them, and told to one that has no gradients and goes on
-                raise InputError(
-                    f"{what} is of one stage: each stage of a pipeline has the gradients of its own weights "
-                    "only. plait.clip_grad_norm_(compiled, max_norm) takes the norm of the whole model; "
-                    "a gradient scaler is for float16, bfloat16 needs none"
-                )
             return self.transport.run(Step("all_reduce", op), x, None, "native")
 
     def own(self, rows: Tensor) -> Tensor:
