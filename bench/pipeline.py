@@ -40,7 +40,7 @@ from plait.cluster import Cluster
 from plait.cluster.device import Device
 from plait.passes import schedule
 from plait.passes.schedule import Action, Schedule
-from plait.plan.plan import Plan, Staged
+from plait.plan.plan import Plan
 from plait.runtime import pipeline as runtime
 from plait.runtime.actions import Run
 from plait.runtime.calibrate import SQUARE, device_of
@@ -143,7 +143,6 @@ class Candidate:
     """A pipeline to step, what its plan says, and the steps it took: seconds, bubble, events."""
 
     parts: Any
-    staged: Staged
     order: Schedule
     each: dict[int, dict[str, float]]
     told: dict[str, Any]
@@ -173,7 +172,7 @@ def candidate(parts: Any, x: Tensor, target: Tensor, **told: Any) -> Candidate:
         "predicted": schedule.seconds(order, forwards),
         "planned": staged.bubble,
     }
-    return Candidate(parts, staged, order, each, told)
+    return Candidate(parts, order, each, told)
 
 
 def step(one: Candidate, x: Tensor, target: Tensor, sleeps: bool) -> None:

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from plait.errors import CaptureError
 
-KINDS = ("_forward_pre_hooks", "_forward_hooks")
+FORWARD = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
 WAITS = (0.0, 0.01, 0.1)  # seconds between looks at what is still alive
 
 
@@ -34,7 +35,7 @@ class Hooks:
 
     def watch(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            for hooks in (module.__dict__[kind] for kind in KINDS):
+            for hooks in (module.__dict__[kind] for kind in FORWARD):
                 for key, hook in hooks.items():
                     hooks[key] = self._watched(hook, f"{name or 'the model'} ({title(hook)})")
 

@@ -24,8 +24,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 from torch.utils import _pytree as pytree
 
-from plait.capture.hooks import KINDS as FORWARD_HOOKS
-from plait.capture.hooks import title
+from plait.capture import hooks
 from plait.errors import CaptureError, PlaitError
 
 # -- before ----------------------------------------------------------------------------------------------
@@ -53,10 +52,10 @@ def _wrappers(model: nn.Module) -> Iterator[str]:
 
 
 def _hooks(model: nn.Module, training: bool) -> Iterator[str]:
-    kinds = ["_backward_pre_hooks", "_backward_hooks"] if training else []
-    everywhere = [k for k in (*FORWARD_HOOKS, *kinds) if getattr(nn_module, f"_global{k}", None)]
+    kinds = hooks.BACKWARD if training else ()
+    everywhere = [k for k in (*hooks.FORWARD, *kinds) if getattr(nn_module, f"_global{k}", None)]
     found = [
-        f"{name or 'the model'} ({title(hook)})"
+        f"{name or 'the model'} ({hooks.title(hook)})"
         for name, m in model.named_modules()
         for kind in kinds
         for hook in getattr(m, kind, {}).values()

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.capture.hooks import BACKWARD, FORWARD
+
 Change = tuple[str, str]  # what it is now, what it was
 LARGE = 10_000  # entries: a longer container is data, and known by its identity and its length
 
@@ -308,7 +310,7 @@ _PLAIN = (
 _NAMED = (type, FunctionType, Enum)  # each is what it is, whatever its own attributes are
 _COMPARED = (*_PLAIN, tuple, frozenset, _Again)
 _HOLDERS = (SimpleNamespace, Namespace)
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOKS = (*FORWARD, *BACKWARD)
 _APART = {
     "training", "_parameters", "_buffers", "_modules", *_HOOKS,
     "_non_persistent_buffers_set", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",

@@ -88,8 +88,7 @@ def _value(
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     if "device" in kwargs:
         kwargs = {**kwargs, "device": torch.device("meta")}
-    key = None if known is None else _call(node.target, args, kwargs)
-    if known is None or key is None:
+    if known is None or (key := _call(node.target, args, kwargs)) is None:
         return node.target(*args, **kwargs)  # type: ignore[operator]
     if key not in known:
         known[key] = node.target(*args, **kwargs)  # type: ignore[operator]

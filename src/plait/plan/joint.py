@@ -18,7 +18,7 @@ follow one another (without gradients a pipeline stays full between them), over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -229,10 +229,10 @@ class _Search:
         key = tp, replace(where.cluster, places=_moved(where.cluster)), where.crowd
         if key not in self.groups:
             options = replace(self.ask.options, tp=tp, cluster=where.cluster, crowd=where.crowd)
-            lay: Callable[..., Laid] = planner.lay
-            if all(mesh.pp == 1 for mesh in self.ask.meshes):  # stages do not run fused, nor as graphs
-                lay, options = planner.blocking, planner.launched(self.program, options)
-            laid = lay(self.program, options, description=self.description)
+            fuse = all(mesh.pp == 1 for mesh in self.ask.meshes) and planner.fused(self.program, options)
+            if fuse:  # stages do not run fused, nor as graphs
+                options = planner.launched(self.program, options)
+            laid = planner.lay(self.program, options, description=self.description, fuse=fuse)
             self.groups[key] = Group(laid, laid.work(self.batch), planner.collective(options))
         return self.groups[key]
 

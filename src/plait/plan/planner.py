@@ -155,19 +155,6 @@ def lay(
     return Laid(program, description, problem, tied, strategies, program.differentiable(), prices, fuse)
 
 
-def blocking(
-    program: Program,
-    options: Options,
-    fixed: Held | None = None,
-    description: Description | None = None,
-    *,
-    like: Laid | None = None,
-) -> Laid:
-    """The cheapest strategies where every move blocks, by the prices of what runs."""
-    fuse, options = fused(program, options), launched(program, options)
-    return lay(program, options, fixed, description, like=like, fuse=fuse)
-
-
 def _chained(program: Program, norms: Mapping[fx.Node, Norm]) -> frozenset[fx.Node]:
     """What runs in chains; a norm's kernel reads and writes memory."""
     ends = {n for norm in norms.values() for n in (norm.x, norm.last)}
@@ -181,12 +168,12 @@ def make(
     laid: Laid | None = None,
 ) -> Planned:
     """The cheapest plan; `laid`: the strategies that are cheapest where every move blocks."""
-    first = laid if laid and laid.fused == fused(program, options) else blocking(program, options, fixed, like=laid)
-    options = launched(program, options)
-    best = _planned(first, options)
-    if not first.fused or _peers(program, options) is None:
+    options, fuse = launched(program, options), fused(program, options)
+    blocking = laid if laid and laid.fused == fuse else lay(program, options, fixed, like=laid, fuse=fuse)
+    best = _planned(blocking, options)
+    if not fuse or _peers(program, options) is None:
         return best
-    rows = _planned(lay(program, options, like=first, fuse=True, beside=BESIDE), options)
+    rows = _planned(lay(program, options, like=blocking, fuse=True, beside=BESIDE), options)
     margin = DIRECT_GAIN if direct.routes(best.plan.overlaps) else 1.0
     return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else best
 
