@@ -126,7 +126,7 @@ class Program:
         trainable = {w.node for w in self.weights if w.requires_grad}
         frozen = {w.node for w in self.weights} - trainable
         for node in self.graph.nodes:
-            if not _any_float(node.meta.get("val")):
+            if not may_learn(node.meta.get("val")):
                 continue
             if node.op == "placeholder":
                 if node.name not in frozen:
@@ -179,7 +179,8 @@ def _facts(value: Any) -> str:
     return str(value)
 
 
-def _any_float(value: object) -> bool:
+def may_learn(value: object) -> bool:
+    """Whether a gradient can flow into a value: real or complex numbers."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(
         isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values

@@ -134,3 +134,17 @@ def swin_bias_table() -> Setup:
         return s.o(merge(attend(*three(s, x), bias[None], causal=False)))
 
     return separate(run, table=weight(9, H))
+
+
+@case("tp2 tp3 pp2/3 tp2xpp2/2")
+def rows_counted_beside_an_index() -> Setup:
+    """`x[arange(b), last]`, and the same of every head: read, and written."""
+
+    def run(s: Net, x: Tensor, last: Tensor) -> Tensor:
+        rows, heads = torch.arange(x.size(0)), torch.arange(5)
+        y = s.up(x).view(3, 7, 5, 4)
+        y = torch.index_put(y, (rows[:, None], last[:, None], heads), y[rows[:, None], last[:, None] // 2, heads].exp())
+        picked = y.transpose(1, 2)[:, heads, torch.tensor([0, 3, -1, 2, 2])]
+        return s.down(y[rows, last].flatten(1).relu()) + s.down(picked.flatten(1).tanh())
+
+    return Setup(Net(run, up=linear(8, 20), down=linear(20, 8)), (torch.randn(3, 7, 8), torch.tensor([6, 0, -2])))

@@ -350,3 +350,18 @@ def few_rows_of_many() -> Setup:
 
     parts = dict(norm=nn.LayerNorm(12), up=linear(12, 31), down=linear(31, 12), head=linear(12, 40))
     return Setup(Net(run, **parts), (torch.randn(1, 50, 12),))
+
+
+@case("tp2 tp3 pp2/3")
+def transforms_between_splits() -> Setup:
+    """Fourier transforms of rows and of columns, of partial sums, and complex numbers at every cut."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        z = torch.fft.rfft(s.down(s.up(x).relu()), dim=1).conj()
+        z = z * torch.complex(s.gain, s.shift) + torch.polar(z.abs().exp(), z.angle())
+        y = torch.fft.irfft(z.conj(), n=5, dim=1) + torch.fft.fft(s.up2(x)).imag @ s.out
+        return s.down2(y.tanh()) + torch.fft.fft(s.down2(y)).conj().imag
+
+    parts = dict(up=linear(8, 12), down=linear(12, 9, False), gain=weight(3, 9), shift=weight(3, 9))
+    more = dict(up2=linear(8, 6), out=weight(6, 9), down2=linear(9, 7))
+    return Setup(Net(run, **parts, **more), (torch.randn(4, 5, 8),))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from plait.program import may_learn
+
 aten = torch.ops.aten
 
 
@@ -104,7 +106,7 @@ def _needs_gradient(graph: fx.Graph) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and not value.dtype.is_floating_point:
+        if isinstance(value, torch.Tensor) and not may_learn(value):
             continue
         if node.op == "placeholder":
             found |= {node} if isinstance(value, torch.Tensor) else set()
@@ -173,6 +175,8 @@ ASSERTIONS = {
 SPELLINGS: dict[Any, Any] = {
     aten._unsafe_view.default: aten.view.default,
     aten.reshape.default: aten.view.default,
+    aten._conj.default: aten._conj_physical.default,  # not a bit of the tensor: what moves has lost it
+    aten._neg_view.default: aten.neg.default,
 }
 NO_OPS: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.alias.default: _always,

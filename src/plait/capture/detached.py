@@ -16,6 +16,7 @@ from torch import fx
 
 from plait.capture.refuse import traced_place
 from plait.errors import CaptureError
+from plait.program import may_learn
 
 aten = torch.ops.aten
 REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -99,7 +100,7 @@ def _writes(node: fx.Node) -> bool:
 
 def _learns(change: fx.Node) -> bool:
     """A change in place by another tensor."""
-    return any(_floats(x) for x in change.all_input_nodes if not _access(change, x))
+    return any(may_learn(x.meta.get("val")) for x in change.all_input_nodes if not _access(change, x))
 
 
 def _readers(root: fx.Node, detached: fx.Node) -> Iterator[fx.Node]:
@@ -130,8 +131,3 @@ def _access(node: fx.Node, x: fx.Node) -> bool | None:
         if value is x and argument.alias_info is not None:
             return bool(argument.alias_info.is_write)
     return None
-
-
-def _floats(x: fx.Node) -> bool:
-    value = x.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

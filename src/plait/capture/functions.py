@@ -31,6 +31,7 @@ from plait.capture.clean import same_sizes
 from plait.capture.refuse import traced_place
 from plait.errors import CaptureError
 from plait.passes.fold import FILLS
+from plait.program import may_learn
 from plait.rules import aten as equations
 from plait.rules import views
 from plait.rules.describe import bind
@@ -88,7 +89,7 @@ class Context:
 
     def __init__(self, cls: type, args: tuple[Any, ...]) -> None:
         self.function = cls
-        self.needs_input_grad = tuple(isinstance(x, Tensor) and _has_gradient(x) for x in args)
+        self.needs_input_grad = tuple(isinstance(x, Tensor) and may_learn(x) for x in args)
         self.saved_tensors: tuple[Any, ...] = ()
         self.constant: set[int] = set()
 
@@ -121,7 +122,7 @@ def _both_ways(cls: Any, args: tuple[Any, ...]) -> Any:
     with_gradient = [
         i
         for i, y in enumerate(outputs)
-        if isinstance(y, Tensor) and _has_gradient(y) and id(y) not in ctx.constant
+        if isinstance(y, Tensor) and may_learn(y) and id(y) not in ctx.constant
     ]
     if len(with_gradient) > 1:
         raise lost(title(cls), f"it has {len(with_gradient)} results with gradients")
@@ -140,17 +141,13 @@ def _tied(ctx: Context, outputs: list[Any], at: int, args: tuple[Any, ...]) -> T
         back = cls.backward(ctx, *given)
     back = back if isinstance(back, tuple) else (back,)
     for x, dx in zip(args, back, strict=False):
-        if not isinstance(x, Tensor) or not isinstance(dx, Tensor) or not _has_gradient(x):
+        if not isinstance(x, Tensor) or not isinstance(dx, Tensor) or not may_learn(x):
             continue
         if not x.shape == y.shape == dx.shape:
             shapes = " for ".join(str(list(t.shape)) for t in (dx, y))
             raise lost(title(cls), f"it gives a gradient of {shapes}")
         y = SLOPED(y, x, dx)
     return y
-
-
-def _has_gradient(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _zeros(x: Any) -> Any:
@@ -204,7 +201,7 @@ def _linear(node: fx.Node, given: list[fx.Node], shape: Any, zeros: set[fx.Node]
         others = [bound[name] for name in _CHOICES[node.target] if name not in names]
         nought = all(x in zeros if isinstance(x, fx.Node) else x == 0 for x in others)
         return nought and not names & {"mask", "condition"}
-    floats = all(_has_gradient(x.meta["val"]) for x in (*given, node))
+    floats = all(may_learn(x.meta["val"]) for x in (*given, node))
     return floats and any(names == set(group) for group in getattr(rule, "carry", ()))
 
 

@@ -4,6 +4,7 @@
     embedding       foreign ids give zeros                             -> partial
     slice, select   of few rows: foreign ones give zeros               -> partial
     repeat          the rank's rows are gathered                       (shares of `(g r)`)
+    counted rows    `x[arange(b), i]`: the rank's own are counted
     grouped matmul  widths padded to what its kernel takes
     attention       a chunk's queries are the last of the keys so far
     softmax         max, then sum, across the ranks
@@ -88,6 +89,20 @@ def repeat(
         return e.copy(node, xs)
     at = e.constant(torch.tensor(rows[e.rank]), "rows")
     return e.call(aten.index_select.default, xs[0], dim, at)
+
+
+def counted(
+    e: Emitter, node: fx.Node, access: Access, strategy: Strategy, xs: list[fx.Node]
+) -> fx.Node:
+    """What counts the rows of a dim counts those that the rank has."""
+    split, at = _split(strategy), 0
+    xs = list(xs)
+    for pick, f in zip(bind(node)["indices"], access.operands[0].dims, strict=False):
+        at += pick is not None
+        if pick is not None and split.touches(f):
+            sizes = [split.size(f, e.rank) if n == f.size else 1 for n in pick.meta["val"].shape]
+            xs[at] = e.constant(torch.arange(split.size(f, e.rank)).view(sizes), "rows")
+    return e.copy(node, xs)
 
 
 def grouped_matmul(
@@ -239,6 +254,8 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
     touched = {x.property for x in access.letters if split.touches(x.factor)}
     if access.fused is not None and split.dim(access.result) is not None:
         return repeat
+    if node.target in COUNTED:
+        return counted
     if "stat" in touched:
         return STATISTICS[str(node.target).split(".")[1].strip("_")]
     if "select" in touched:
@@ -248,6 +265,9 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
     return None
 
 
+COUNTED = (
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default
+)  # fmt: skip
 STATISTICS: dict[str, Expansion] = {
     "softmax": softmax,
     "log_softmax": softmax,

@@ -352,6 +352,17 @@ def grouped_matmul(d: Describer, node: fx.Node) -> Access:
     return Access((x, weight, offs), (result,), letters, ((0,),))
 
 
+def fourier(d: Describer, node: fx.Node) -> Access:
+    """`* i -> * k` along every transformed dim: i and k whole, for each is made of all the other."""
+    x = d.operand(bind(node)["self"])
+    at = {i % len(x.dims) for i in bind(node)["dim"]}
+    new = d.fresh_dims(node)
+    result = tuple(new[i] if i in at else f for i, f in enumerate(x.dims))
+    letters = [Letter(f, "parallel") for i, f in enumerate(x.dims) if i not in at and f.size > 1]
+    letters += [Letter(dims[i], "whole", "transformed") for dims in (x.dims, new) for i in at]
+    return Access((x,), (result,), tuple(letters), ((0,),))
+
+
 def recurrent(d: Describer, node: fx.Node) -> Access:
     """`t b i, l b h -> t b k, l b h`: b parallel; time, states and weights whole."""
     bound = bind(node)
@@ -402,6 +413,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("max_pool3d.default max_pool3d_with_indices.default avg_pool3d.default adaptive_avg_pool3d.default _adaptive_avg_pool3d.default adaptive_max_pool3d.default upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d reflection_pad3d.default replication_pad3d.default", windows(3)),
     ("im2col.default col2im.default", patches),
     ("grid_sampler_2d.default", Equation("input[b c h w] grid[b i j t] -> [b c i j]", whole="h w t")),
+    ("_fft_r2c.default _fft_c2r.default _fft_c2c.default", fourier),
     # lookups
     ("embedding.default",    embedding),
     ("index.Tensor _unsafe_index.Tensor", index),
@@ -415,6 +427,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     # attention, norms, losses
     ("scaled_dot_product_attention.default", attention),
     ("softmax.int _softmax.default log_softmax.int _log_softmax.default", along("dim", -1, "stat")),
+    ("_safe_softmax.default", along("dim", -1, "whole")),
     ("layer_norm.default",   layer_norm),
     ("group_norm.default",   group_norm),
     ("_native_batch_norm_legit_no_training.default _native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats", batch_norm),
@@ -452,7 +465,9 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("diagonal.default",     views.diagonal),
     ("diag_embed.default",   views.diag_embed),
     ("alias.default",        views.alias),
-    ("clone.default contiguous.default detach.default lift_fresh_copy.default", views.same),
+    ("clone.default contiguous.default detach.default lift_fresh_copy.default _conj_physical.default resolve_conj.default resolve_neg.default", views.same),
+    ("view_as_real.default", Equation("self[*] -> [* c]", whole="c", carry="self")),
+    ("view_as_complex.default", Equation("self[* c] -> [*]", whole="c", carry="self")),
     ("zeros_like.default ones_like.default full_like.default empty_like.default", views.full_like),
     ("full.default zeros.default ones.default empty.memory_format", factory),
     ("arange.default arange.start arange.start_step", positions),
@@ -462,6 +477,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("mul.Tensor",           Elementwise("self | other")),
     ("div.Tensor mul.Scalar div.Scalar neg.default", Elementwise("self")),
     ("where.self",           Elementwise("self+other")),
+    ("complex.default",      Elementwise("real+imag")),
     ("_to_copy.default to.dtype type_as.default", Elementwise("self")),
     ("copy.default",         Elementwise("src")),
     # elementwise
@@ -469,7 +485,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("abs.default exp.default expm1.default log.default log1p.default log2.default sqrt.default rsqrt.default reciprocal.default sin.default cos.default tan.default tanh.default atan.default asin.default acos.default sinh.default cosh.default sigmoid.default relu.default relu6.default gelu.default silu.default mish.default softplus.default elu.default selu.default celu.default leaky_relu.default hardtanh.default hardswish.default hardsigmoid.default softsign.default log_sigmoid.default logit.default erf.default erfc.default square.default sign.default floor.default ceil.default round.default round.decimals trunc.default frac.default isnan.default isinf.default isfinite.default logical_not.default bitwise_not.default nan_to_num.default atan2.default threshold.default", Elementwise()),
     ("eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", Elementwise()),
     ("clamp clamp_min clamp_max masked_fill fill where.ScalarOther where.ScalarSelf where.Scalar lerp.Scalar lerp.Tensor addcmul.default addcdiv.default", Elementwise()),
-    ("acosh asinh atanh angle copysign digamma erfinv exp2 fmax fmin hardshrink heaviside hypot i0 isneginf isposinf ldexp lgamma log10 logaddexp logaddexp2 sgn signbit sinc softshrink xlogy special_entr special_erfcx special_log_ndtr special_ndtri special_xlog1py", Elementwise()),
+    ("acosh asinh atanh angle copysign polar.default digamma erfinv exp2 fmax fmin hardshrink heaviside hypot i0 isneginf isposinf ldexp lgamma log10 logaddexp logaddexp2 sgn signbit sinc softshrink xlogy special_entr special_erfcx special_log_ndtr special_ndtri special_xlog1py", Elementwise()),
     ("native_dropout.default dropout.default", Elementwise()),
     ("l1_loss.default mse_loss.default kl_div.default smooth_l1_loss.default huber_loss.default soft_margin_loss.default binary_cross_entropy.default binary_cross_entropy_with_logits.default", Elementwise()),
     ("prelu.default",        prelu),

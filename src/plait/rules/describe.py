@@ -93,8 +93,9 @@ class Description:
 class Describer:
     """Walks the graph once, in order; rules call its methods."""
 
-    def __init__(self, table: dict[Any, Rule]):
+    def __init__(self, table: dict[Any, Rule], constants: Mapping[str, torch.Tensor]):
         self.table = table
+        self.constants = constants
         self.algebra = Algebra()
         self.dims: dict[fx.Node, tuple[Dims, ...]] = {}
         self.accesses: dict[fx.Node, Access] = {}
@@ -157,6 +158,13 @@ class Describer:
             return Operand(node, dims, added)
         return Operand(node, self.dims[node][0], added)
 
+    def counts(self, node: fx.Node, size: int) -> bool:
+        """Whether a value is the constant 0, 1, ... to `size` along its one dim."""
+        if node.op != "get_attr" or size == 1 or self.constants[str(node.target)].numel() != size:
+            return False
+        value, dims = self.constants[str(node.target)], self.sizes(node)
+        return max(dims) == size and torch.equal(value.flatten(), torch.arange(size).to(value))
+
     def tie(self, node: fx.Node, f: Factor, g: Factor) -> Conflict | None:
         conflict = self.algebra.unify(f, g)
         if conflict is not None:
@@ -208,7 +216,7 @@ def _tensors(node: fx.Node) -> int:
 
 def describe(program: Program, table: dict[Any, Rule]) -> Description:
     """Factors of every value of `program`; an operator without a rule in `table` is whole."""
-    describer = Describer(table)
+    describer = Describer(table, program.constants)
     for node in program.graph.nodes:
         describer.visit(node)
     return _finish(describer)

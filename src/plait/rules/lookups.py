@@ -5,12 +5,13 @@ What is indexed is whole; the dims beside it are parallel, and both ways are lin
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from plait.rules.describe import Access, Describer, Letter, bind
+from plait.rules.describe import Access, Describer, Letter, Operand, bind
+from plait.rules.equation import Factor
 from plait.rules.rule import Binder, Equation, carry_groups, is_tensor
 
 
@@ -28,29 +29,68 @@ def embedding(d: Describer, node: fx.Node) -> Access:
 _embedding = Equation("weight[v d] indices[*] -> [* d]", select="v", carry="weight")
 
 
+@dataclass(frozen=True)
+class Picks:
+    """The indices of `x[:, i, arange(n)]`: names of all dims; those of `x` that `i` picks from have none.
+
+    A dim that is counted beside the index, 0 to n - 1, is read row by row: it has the index's name.
+    """
+
+    x: Operand
+    indices: tuple[Operand, ...]
+    names: tuple[str, ...]  # of the dims of x
+    inner: tuple[str, ...]  # of what is read or written
+    counts: tuple[bool, ...]  # of each index
+
+    @classmethod
+    def of(cls, d: Describer, node: fx.Node) -> Picks | None:
+        """None where an index is boolean."""
+        bound = bind(node)
+        x = d.operand(bound["self"])
+        picks = list(bound["indices"]) + [None] * (len(x.dims) - len(bound["indices"]))
+        at = [i for i, p in enumerate(picks) if p is not None]
+        indices = [d.operand(picks[i]) for i in at]
+        if any(p.node.meta["val"].dtype in (torch.bool, torch.uint8) for p in indices):
+            return None
+        width = max(len(p.dims) for p in indices)
+        rows = [f"i{i}" for i in range(width)]
+        names = [f"x{i}" if p is None else "" for i, p in enumerate(picks)]
+        for i, p in zip(at, indices, strict=True):
+            if d.counts(p.node, x.dims[i].size):
+                (j,) = (j for j, f in enumerate(p.dims, width - len(p.dims)) if f.size > 1)
+                names[i] = rows[j] if rows[j] not in names else ""
+        kept = [f"x{i}" for i, p in enumerate(picks) if p is None]
+        before = kept[: at[0]] if at == [*range(at[0], at[-1] + 1)] else []
+        inner = (*before, *rows, *kept[len(before) :])
+        return cls(x, tuple(indices), tuple(names), inner, tuple(bool(names[i]) for i in at))
+
+    def bind(self, binder: Binder) -> None:
+        named = [(name, f) for name, f in zip(self.names, self.x.dims, strict=True) if name]
+        binder.bind([name for name, _ in named], tuple(f for _, f in named))
+
+    @property
+    def by_value(self) -> list[Factor]:
+        """The dims that are picked from."""
+        return [f for name, f in zip(self.names, self.x.dims, strict=True) if not name]
+
+
 def index(d: Describer, node: fx.Node) -> Access:
-    """Rows picked by one integer tensor, or by several that broadcast: indexed dims are whole."""
-    bound = bind(node)
-    operand = d.operand(bound["self"])
-    picks = list(bound["indices"]) + [None] * (len(operand.dims) - len(bound["indices"]))
-    at = [i for i, p in enumerate(picks) if p is not None]
-    indices = [d.operand(p) for p in picks if p is not None]
-    if any(p.node.meta["val"].dtype in (torch.bool, torch.uint8) for p in indices):
-        return d.whole(node, "a boolean index: how many rows depends on values")
+    """Rows picked by one integer tensor, or by several that broadcast: indexed dims are whole.
+
+    Not those that are counted beside another: in `x[arange(b), i]` b is parallel.
+    """
+    picks = Picks.of(d, node)
+    if picks is None:
+        return d.whole(node, BOOLEAN)
     binder = Binder(d, node)
-    sizes = d.sizes(node)
-    width = max(len(p.dims) for p in indices)
-    names = [f"i{i}" for i in reversed(range(width))]
-    for p in indices:
-        binder.bind(names[width - len(p.dims) :], p.dims)
-    kept = [f"x{i}" for i in range(len(picks)) if picks[i] is None]
-    binder.bind(kept, tuple(f for i, f in enumerate(operand.dims) if picks[i] is None))
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    before = [f"x{i}" for i in range(at[0]) if picks[i] is None] if adjacent else []
-    result = binder.result([*before, *names, *kept[len(before) :]], sizes)
-    indexed = [operand.dims[i] for i in at]
-    letters = (*binder.letters({}), *(Letter(f, "whole", "indexed by value") for f in indexed))
-    return Access((operand, *indices), (result,), letters, ((0,),))
+    rows = [name for name in picks.inner if name[0] == "i"]
+    for p, counts in zip(picks.indices, picks.counts, strict=True):
+        if not counts:
+            binder.bind(rows[len(rows) - len(p.dims) :], p.dims)
+    picks.bind(binder)
+    result = binder.result(list(picks.inner), d.sizes(node))
+    letters = (*binder.letters({}), *(Letter(f, "whole", "indexed by value") for f in picks.by_value))
+    return Access((picks.x, *picks.indices), (result,), letters, ((0,),))
 
 
 def gather(d: Describer, node: fx.Node) -> Access:
@@ -111,30 +151,30 @@ def scatter(d: Describer, node: fx.Node) -> Access:
 
 
 def index_put(d: Describer, node: fx.Node) -> Access:
-    """Rows written at integer indices: indexed dims are whole, the others of `self` and `values` parallel."""
-    bound = bind(node)
-    x, values = d.operand(bound["self"]), d.operand(bound["values"])
-    picks = list(bound["indices"]) + [None] * (len(x.dims) - len(bound["indices"]))
-    at = [i for i, p in enumerate(picks) if p is not None]
-    indices = [d.operand(p) for p in picks if p is not None]
-    if any(p.node.meta["val"].dtype in (torch.bool, torch.uint8) for p in indices):
-        return d.whole(node, "a boolean index: how many rows depends on values")
-    width = max(len(p.dims) for p in indices)
-    kept = [f"x{i}" for i in range(len(picks)) if picks[i] is None]
-    adjacent = at == list(range(at[0], at[-1] + 1))
-    before = kept[: at[0]] if adjacent else []
-    names = [*before, *(f"i{i}" for i in range(width)), *kept[len(before) :]]
+    """Rows written at integer indices: indexed dims are whole, the others of `self` and `values` parallel.
+
+    Not those that are counted beside another: in `x[arange(b), i] = v` b is parallel.
+    """
+    picks, values = Picks.of(d, node), d.operand(bind(node)["values"])
+    if picks is None:
+        return d.whole(node, BOOLEAN)
     binder = Binder(d, node)
-    binder.bind(kept, tuple(f for i, f in enumerate(x.dims) if picks[i] is None))
-    binder.bind(names[len(names) - len(values.dims) :], values.dims)
-    bare = tuple(f for i, f in enumerate(x.dims) if picks[i] is None)
-    kept_result = iter(binder.result(kept, tuple(f.size for f in bare)))
-    result = tuple(next(kept_result) if picks[i] is None else f for i, f in enumerate(x.dims))
-    letters = binder.letters({n: "whole" for n in names if n not in kept})
-    rows = [*(x.dims[i] for i in at), *(f for p in indices for f in p.dims)]
-    indexed = tuple(Letter(f, "whole", WRITTEN) for f in rows)
-    carries = ((0, 1 + len(indices)),)
-    return Access((x, *indices, values), (result,), (*letters, *indexed), carries)
+    picks.bind(binder)
+    binder.bind(list(picks.inner[len(picks.inner) - len(values.dims) :]), values.dims)
+    rows, loose = [name for name in picks.inner if name[0] == "i"], list[Factor]()
+    for p, counts in zip(picks.indices, picks.counts, strict=True):
+        for name, f in zip(rows[len(rows) - len(p.dims) :], p.dims, strict=True):
+            if name in picks.names and not counts:
+                binder.bind([name], (f,))
+            elif not counts:
+                loose.append(f)
+    bare = [(name, f) for name, f in zip(picks.names, picks.x.dims, strict=True) if name]
+    named = iter(binder.result([name for name, _ in bare], tuple(f.size for _, f in bare)))
+    result = tuple(next(named) if name else f for name, f in zip(picks.names, picks.x.dims, strict=True))
+    letters = binder.letters({name: "whole" for name in rows if name not in picks.names})
+    written = (Letter(f, "whole", WRITTEN) for f in (*picks.by_value, *loose))
+    carries = ((0, 1 + len(picks.indices)),)
+    return Access((picks.x, *picks.indices, values), (result,), (*letters, *written), carries)
 
 
 def assign(d: Describer, node: fx.Node) -> Access:
@@ -156,3 +196,4 @@ def assign(d: Describer, node: fx.Node) -> Access:
 
 
 WRITTEN = "written by value"
+BOOLEAN = "a boolean index: how many rows depends on values"
