@@ -208,3 +208,15 @@ def cross_entropy_of_many_forms() -> Setup:
 
     parts = dict(emb=torch.nn.Embedding(11, 6), head=linear(6, 11), classes=torch.rand(11) + 0.5)
     return Setup(Net(run, **parts), (torch.randint(0, 11, (2, 5)), torch.randint(0, 11, (2, 5))))
+
+
+@case("tp2 tp3 pp2 pp2/3")
+def arithmetic_on_numbers_of_sums() -> Setup:
+    """Python computes with what `item()` and `tolist()` read, and makes tensors of it again."""
+
+    def end(s: Net, r: Tensor, x: Tensor) -> Tensor:
+        a, b = (r.abs().sum((0, 1)) + 1).tolist()[:2]
+        y = r * (x.sum().item() * 2 + 1) + torch.full((8,), r.sum().item() / 3) * a
+        return s.last(y * torch.tensor(b * 0.5))  # type: ignore[no-any-return]
+
+    return after(end, last=linear(8, 6))

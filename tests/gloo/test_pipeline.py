@@ -130,11 +130,19 @@ def test_a_target(pool: Pool, mesh: str) -> None:
         assert all("3 micro-batches, cut with loss_fn mse_loss" in said[0] for said, _ in answers)
 
 
-@pytest.mark.parametrize("loss_fn", [centred, branching])
-def test_a_loss_that_cannot_be_cut_runs_on_the_gathered_output(pool: Pool, loss_fn: Any) -> None:
+def picking(out: Tensor, target: Tensor) -> Tensor:
+    return (out[target > 0] - 1).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "why"),
+    [(centred, "needs the whole batch"), (branching, "what runs depends on"), (picking, "at the loss: ")],
+)
+def test_a_loss_that_cannot_be_cut_runs_on_the_gathered_output(pool: Pool, loss_fn: Any, why: str) -> None:
     for said, _ in pool.run(steps_of, 2, "pp2/3", {}, loss_fn):
         (line,) = said
         assert line.startswith(f"step: loss_fn {loss_fn.__name__} runs on the gathered output: ")
+        assert why in line
 
 
 def columns_apart(out: Tensor, target: Tensor) -> Tensor:
@@ -192,8 +200,16 @@ def refused(group: Any, what: str) -> None:
             parts.step(x, loss_fn=lambda out: out.detach().sum())
         case "rows":
             parts.step(x, loss_fn=lambda out: out.sum(1))
+        case "number":
+            parts.step(x, loss_fn=as_number)
+        case "several":
+            parts.step(x, loss_fn=lambda out: (out.sum(), out.mean()))
         case "training":
             parts.step(x, loss_fn=torch.sum)
+
+
+def as_number(out: Tensor) -> float:
+    return out.pow(2).mean().item()
 
 
 @pytest.mark.parametrize(
@@ -204,6 +220,8 @@ def refused(group: Any, what: str) -> None:
         ("target", "target= is for a loss_fn; the model's own loss takes its labels as the model does"),
         ("detached", "a loss without a gradient"),
         ("rows", "gives a tensor of [7]; step takes a loss of one real element"),
+        ("number", "`def as_number(out: Tensor) -> float:`: loss_fn as_number gives a number of Python's"),
+        ("several", "gives a tuple of 2; step takes a loss of one real element"),
         ("training", "compile with training=True"),
     ],
 )

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
+from plait.plan.placement import Link
 from plait.plan.recompute import recomputed, segments
 from plait.plan.stages import EXACT, SLACK, Item, Line, cut
+from plait.plan.ways import divided
 
 PER_BYTE = 0.01
 IMBALANCE = 0.05  # what a cut may lose to the best possible one
@@ -130,6 +132,21 @@ def test_weights_that_do_not_fit_move_the_cut() -> None:
     assert cut(heavy, 2, memory=3.0).bounds == (0, 1, 4)
     with pytest.raises(PlanError, match="does not fit"):
         cut(heavy, 2, memory=2.0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_stages_of_one_place_run_one_after_another(again: bool) -> None:
+    """What a stage has only while it runs is in the memory of its place once."""
+    items = tuple(Item(f"n{i}", 1.0, 1.0, i + 1, (f"w{i}",), kept=2.0 + i) for i in range(4))
+    line = Line(items, {f"w{i}": 1.0 for i in range(4)}, workspace=100.0)
+    line = recomputed(line) if again else line
+    found = divided(line, Link(), 140.0, 2, "interleaved", 2, True)
+    assert found.bounds == (0, 1, 2, 3, 4)
+    runs = [100.0 + (2.0 + i) * again for i in range(4)]
+    assert found.running == tuple(runs)
+    rest = [held - r for held, r in zip(found.memory, runs, strict=True)]
+    assert found.fullest(2) == max(rest[0] + rest[2] + runs[2], rest[1] + rest[3] + runs[3])
+    assert found.fullest(2) <= 140
 
 
 def test_early_stages_have_more_open_and_so_get_fewer_operators() -> None:

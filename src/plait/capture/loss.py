@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.capture.call import TARGET
+from plait.capture.refuse import spell
 from plait.errors import InputError
 
 
@@ -47,9 +48,7 @@ class Loss:
         """A tensor of one element; InputError for anything else."""
         value = _own(out) if self.fn is None else self.fn(out, *targets)
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
-            what = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            kind = ", complex" if isinstance(value, Tensor) and value.is_complex() else ""
-            raise InputError(f"{self} gives {what}{kind}; step takes a loss of one real element")
+            raise InputError(f"{_begins(self.fn)}{self} gives {_kind(value)}; step takes a loss of one real element")
         return value.reshape(())
 
     def takes(self, targets: Sequence[Any]) -> None:
@@ -116,6 +115,31 @@ def _own(out: Any) -> Any:
     if loss is None:
         raise InputError("step() without loss_fn needs a model that returns its loss as `loss`")
     return loss
+
+
+def _kind(value: Any) -> str:
+    """What a loss is that is none; while it is captured, its numbers have no values."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {list(value.shape)}{', complex' * value.is_complex()}"
+    if isinstance(value, (int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return "a number of Python's, which has no gradient (return the tensor, not its item())"
+    if isinstance(value, (tuple, list, Mapping)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}" if value is not None else "None"
+
+
+def _begins(fn: Any) -> str:
+    """The line where the user's function begins."""
+    fn = _begins_with(fn)
+    return spell(fn.__code__.co_filename, fn.__code__.co_firstlineno) if isinstance(fn, FunctionType) else ""
+
+
+def _begins_with(fn: Any) -> Any:
+    if isinstance(fn, partial):
+        return _begins_with(fn.func)
+    if isinstance(fn, nn.Module):
+        return type(fn).forward
+    return inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -245,7 +245,7 @@ SIZED_LOSS = (
 def told(error: BaseException) -> str:
     """An error in the user's own code: the line, the class and what it says."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_spell(error.filename, error.lineno or 0)}{type(error).__name__}: {error.msg}"
+        return f"{spell(error.filename, error.lineno or 0)}{type(error).__name__}: {error.msg}"
     lines = [line for line in str(error).splitlines() if line.strip()]
     place = user_line(error) or _module_line(error)
     return f"{place}{type(error).__name__}: {lines[0] if lines else ''}"
@@ -314,7 +314,7 @@ def user_line(error: BaseException) -> str:
     for link in reversed(chain):
         for frame, line in reversed(list(traceback.walk_tb(link.__traceback__))):
             if is_user_file(frame.f_code.co_filename):
-                return _spell(frame.f_code.co_filename, line)
+                return spell(frame.f_code.co_filename, line)
     return ""
 
 
@@ -323,7 +323,7 @@ def user_place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
-            return _spell(frame.f_code.co_filename, frame.f_lineno).rstrip(": ")
+            return spell(frame.f_code.co_filename, frame.f_lineno).rstrip(": ")
         frame = frame.f_back  # type: ignore[assignment]
     return ""
 
@@ -342,7 +342,9 @@ def traced_place(node: fx.Node) -> str:
     """"file:line: `code`" of the innermost user's line that a node was traced from."""
     lines = re.findall(r'File "(.+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
     ours = [(name, int(line)) for name, line in lines if is_user_file(name)]
-    return _spell(*ours[-1]).rstrip(": ") if ours else node.name
+    if ours:
+        return spell(*ours[-1]).rstrip(": ")
+    return "the loss" if any(name == LOSS for name, _ in lines) else node.name
 
 
 def is_user_file(name: str) -> bool:
@@ -350,7 +352,7 @@ def is_user_file(name: str) -> bool:
     return not standard and not name.startswith((*OURS, "<frozen", "<string>")) and "<eval" not in name
 
 
-def _spell(name: str, line: int) -> str:
+def spell(name: str, line: int) -> str:
     code = linecache.getline(name, line).strip()
     return f"{name}:{line}: " + (f"`{code}`: " if code else "")
 
@@ -360,5 +362,6 @@ TORCH, OURSELVES = (
     os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
 OURS = (TORCH, OURSELVES)
+LOSS = os.path.join(OURSELVES, "capture", "loss.py")  # its forward: torch keeps no line of what that calls
 NN = os.path.dirname(torch.nn.__file__) + os.sep
 SYMBOLS = (torch.__file__, *(os.path.join(TORCH, path) for path in ("fx/experimental/", "utils/_")))

@@ -92,16 +92,20 @@ class Line:
 
     def memory(self, begin: Places, end: Places, opened: float) -> Row:
         """Bytes of the stages [begin, end) with so many micro-batches open, element by element."""
-        kept, again = self.kept[end] - self.kept[begin], self.again
+        again, total = self.again, self.running(begin, end, opened)
         if again is None:
-            total = self.workspace + opened * kept
+            total = total + opened * (self.kept[end] - self.kept[begin])
         else:
-            inside = again.entering + self._entering[end] - self._entering[begin]
-            segment = np.minimum(kept, again.most)
-            total = self.workspace + opened * inside + min(opened, again.at_once) * segment
+            total = total + opened * (again.entering + self._entering[end] - self._entering[begin])
         for reads, nbytes in self._weights:
             total = total + nbytes * (reads[end] > reads[begin])
         return np.asarray(total + self._alone[end] - self._alone[begin])
+
+    def running(self, begin: Places, end: Places, opened: float) -> Row:
+        """Those of them that are there only while the stage runs."""
+        kept, again = self.kept[end] - self.kept[begin], self.again
+        segment = 0.0 if again is None else min(opened, again.at_once) * np.minimum(kept, again.most)
+        return np.asarray(self.workspace + segment + np.zeros(len(begin)))
 
     def fitting(self, memory: float, opened: float) -> Places:
         """The first begin of a stage that ends at j and fits; j itself where none does."""
@@ -177,6 +181,13 @@ class Cuts:
     crossing: tuple[float, ...]  # bytes over each cut
     best: float  # the least time of the slowest stage that any cut reaches
     memory: tuple[float, ...] = ()  # bytes of every stage
+    running: tuple[float, ...] = ()  # those of them that are there only while it runs
+
+    def fullest(self, places: int) -> float:
+        """Bytes of the fullest place: of the stages at one, a single one runs at a time."""
+        stages = list(zip(self.memory, self.running, strict=True))
+        of = [stages[p::places] for p in range(places)]
+        return max(sum(held - runs for held, runs in s) + max(runs for _, runs in s) for s in of)
 
     @property
     def slowest(self) -> float:
@@ -220,13 +231,17 @@ def cut(
         raise PlanError(_too_large(line, stages, memory or 0.0, opens))
     bounds = table.fewest(best * (1 + SLACK) + 1e-15, live)
     begin, end = np.array(bounds[:-1]), np.array(bounds[1:])
-    held = [float(line.memory(begin[[s]], end[[s]], opens[s])[0]) for s in range(stages)]
+    held, runs = (
+        tuple(float(count(begin[[s]], end[[s]], opens[s])[0]) for s in range(stages))
+        for count in (line.memory, line.running)
+    )
     return Cuts(
         tuple(bounds),
         tuple(table.seconds(begin, end).tolist()),
         tuple(live[end[:-1]].tolist()),
         best,
-        tuple(held),
+        held,
+        runs,
     )
 
 

@@ -113,8 +113,7 @@ class Way:
             recompute=self.recompute,
             seconds=seconds,
             period=steady / mesh.dp,
-            memory=max(sum(cuts.memory[p :: mesh.pp]) for p in range(mesh.pp))
-            + room(mesh, self.group.work),
+            memory=cuts.fullest(mesh.pp) + room(mesh, self.group.work),
             parts={
                 "compute": compute,
                 "collectives": sent,
@@ -144,7 +143,7 @@ def divided(
         pp * a_place,
         byte_seconds=link.byte * ways,
         send_seconds=link.start * ways,
-        memory=memory / a_place,
+        memory=line.workspace + (memory - line.workspace) / a_place,  # one stage of a place runs at once
         opened=opened(name, pp, pieces, training),
         homes=homes,
     )

@@ -189,7 +189,7 @@ class Describer:
 
     def whole(self, node: fx.Node, reason: str, nodes: Iterable[fx.Node] | None = None) -> Access:
         """The operator runs whole on every rank."""
-        operands = tuple(self.operand(n) for n in (nodes or node.all_input_nodes) if n in self.dims)
+        operands = tuple(self.operand(n) for n in (nodes or node.all_input_nodes) if self.dims.get(n))
         results = tuple(self.fresh_dims(node, i) for i in range(_tensors(node)))
         letters = [Letter(f, "whole", reason) for o in operands for f in o.dims]
         letters += [Letter(f, "whole", reason) for dims in results for f in dims]
@@ -197,7 +197,7 @@ class Describer:
 
     def _reads_values(self, node: fx.Node) -> bool:
         """A number made of what a tensor holds (`x.item()`), not of its sizes: it is that of the whole tensor."""
-        return node.target not in SIZES and any(n in self.dims for n in node.all_input_nodes)
+        return node.target not in SIZES and any(map(self.dims.get, node.all_input_nodes))
 
     def _verify(self, node: fx.Node, access: Access) -> None:
         for i, dims in enumerate(access.results):
