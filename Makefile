@@ -23,7 +23,7 @@ SEVERAL = $(filter tests/gloo%,$(FILES))
 ALL     = -m "not gpu" -q --summary tests/full.md
 test-all: lint
 	$(if $(SINGLE),$(PYTEST) $(SINGLE) $(ALL) $(SPREAD),true); single=$$?; \
-	$(if $(SEVERAL),$(PYTEST) $(SEVERAL) $(ALL),true) && exit $$single
+	$(if $(SEVERAL),$(PYTEST) $(SEVERAL) $(ALL) $(SPREAD),true) && exit $$single
 
 lint: install
 	$(BIN)/ruff check .
@@ -37,7 +37,7 @@ lockstep: install
 	$(PYTEST) tests/lockstep -m "not full and not gpu" --thin 64 -q $(SPREAD)
 
 gloo: install
-	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 40 -q --durations=15
+	$(PYTEST) tests/gloo -m "not full and not gpu" --thin 40 -q --durations=15 $(SPREAD)
 
 install: $(VENV)/installed
 

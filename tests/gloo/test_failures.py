@@ -289,7 +289,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
+    "sign", [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.full) for s in (signal.SIGTERM, signal.SIGKILL))]
 )
 def test_no_process_outlives_its_launcher(tmp_path: Path, sign: signal.Signals) -> None:
     script = tmp_path / "script.py"
@@ -471,7 +471,10 @@ def backward(group: Any, mesh: str, how: str) -> str:
 FAILS: dict[str, Callable[[int], None]] = {"raises": complain, "is killed": kill}
 
 
-@pytest.mark.parametrize(("mesh", "how"), [("tp2", "raises"), ("tp2", "is killed"), ("pp2", "is killed")])
+@pytest.mark.parametrize(
+    ("mesh", "how"),
+    [("tp2", "raises"), ("pp2", "is killed"), pytest.param("tp2", "is killed", marks=pytest.mark.full)],
+)
 def test_a_failure_on_the_way_back_is_named(fresh: Pool, mesh: str, how: str) -> None:
     survivor, culprit = fresh.ask(backward, 2, mesh, how)
     assert isinstance(survivor, str), survivor.traceback
@@ -501,7 +504,7 @@ def forgetful(group: Any, mesh: str, culprit: int) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize(("mesh", "culprit"), [("tp2", 0), ("pp2", 1)])
+@pytest.mark.parametrize(("mesh", "culprit"), [pytest.param("tp2", 0, marks=pytest.mark.full), ("pp2", 1)])
 def test_a_backward_pass_that_a_rank_leaves_out_is_named(fresh: Pool, mesh: str, culprit: int) -> None:
     for said in fresh.run(forgetful, 2, mesh, culprit):
         assert f"rank {1 - culprit} is in a backward pass that others have not begun: rank {culprit} is at" in said
@@ -585,9 +588,14 @@ def stumbles(group: Any, axis: str, where: str, culprits: tuple[int, ...], times
 
 
 @pytest.mark.parametrize(
-    ("where", "words"), [("forward", "IndexError: index out of range"), ("backward", "ZeroDivisionError")]
+    ("axis", "where", "words"),
+    [
+        ("tp", "forward", "IndexError: index out of range"),
+        ("dp", "backward", "ZeroDivisionError"),
+        pytest.param("dp", "forward", "IndexError: index out of range", marks=pytest.mark.full),
+        pytest.param("tp", "backward", "ZeroDivisionError", marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("axis", ["tp", "dp"])
 def test_an_error_that_every_rank_meets_leaves_the_group_as_it_was(
     pool: Pool, axis: str, where: str, words: str
 ) -> None:

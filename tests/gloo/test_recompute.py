@@ -86,7 +86,7 @@ def bits(group: Any, mesh: str, schedule: str, loop: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "mesh", ["tp2", *(pytest.param(m, marks=FULL) for m in ("pp1/3", "pp3/2", "tp2xpp2/3")), "pp2/3"]
+    "mesh", [*(pytest.param(m, marks=FULL) for m in ("tp2", "pp1/3", "pp3/2", "tp2xpp2/3")), "pp2/3"]
 )
 def test_gradients_have_the_same_bits(pool: Pool, mesh: str) -> None:
     prove.alike(pool.run(bits, Mesh.parse(mesh).size, mesh, "1f1b", True))
@@ -145,7 +145,7 @@ def chosen(group: Any, mesh: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("mesh", ["tp2", "pp2/3"])
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2/3", marks=FULL)])
 def test_auto_goes_by_the_memory_of_a_device(pool: Pool, mesh: str) -> None:
     for roomy, short in pool.run(chosen, 2, mesh):
         assert roomy.startswith("activations are kept, they fit the ")

@@ -307,8 +307,10 @@ def rows(group: Any, weights: str, dtype: torch.dtype | None) -> dict[str, Any]:
     return {n: p.detach().float().unique().tolist() for n, p in parts.named_parameters()}
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize(
+    ("files", "tp"),
+    [(1, 4), (2, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, 2), (2, 4)))],
+)
 def test_each_rank_reads_its_own_rows(pool: Pool, tmp_path: Path, tp: int, files: int) -> None:
     tensors = dict(CASES["b55_rows_that_name_themselves"].setup().model.state_dict())
     tensors = {n: t.contiguous() for n, t in tensors.items()}

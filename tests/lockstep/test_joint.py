@@ -103,8 +103,14 @@ def search_cuts(
     return ways.Cuts(bounds, tuple(seconds), (), max(seconds), tuple(memory))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("cluster", ["dgx-h100[3]", "pcie4[4]", "dgx-h100[2x2]/100gbe", "loopback[4]"])
+@pytest.mark.parametrize(
+    ("cluster", "training"),
+    [
+        pytest.param(cluster, training, marks=() if i % 2 == training else pytest.mark.full)
+        for i, cluster in enumerate(("dgx-h100[3]", "pcie4[4]", "dgx-h100[2x2]/100gbe", "loopback[4]"))
+        for training in (False, True)
+    ],
+)
 def test_nothing_is_faster_than_the_choice(cluster: str, training: bool) -> None:
     what = program(512, 2048, 2, 4, 256, training)
     wanted = ask(cluster)

@@ -35,8 +35,10 @@ def lines(plan: Plan) -> list[str]:
     return [line.split("; ", 1)[1] for p in plan.collectives for line in text if f"  {p.name}: " in line]
 
 
-@pytest.mark.parametrize("overlap", ["auto", 4])
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("tp", "overlap"),
+    [(2, "auto"), (4, 4), *(pytest.param(*one, marks=pytest.mark.full) for one in ((4, "auto"), (2, 4)))],
+)
 def test_no_collective_is_passed_over(tp: int, overlap: str | int) -> None:
     """In three dims, in two, with and without biases: the same, and each with its reason."""
     plans = [planned((4, 256), tp, True, overlap), planned((1024,), tp, False, overlap)]

@@ -84,7 +84,9 @@ class Judged(nn.Module):
         return self.loss(self.inner(x), y)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if i % 3 == 0 else pytest.mark.full) for i, n in enumerate(LOSSES)]
+)
 def test_terms_of_uneven_pieces_add_up(name: str) -> None:
     torch.manual_seed(0)
     model, x, y = Judged(LOSSES[name]).double(), torch.randn(7, 4).double(), torch.rand(7, 3).double()

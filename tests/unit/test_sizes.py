@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.export import Dim
+from torch.nn import functional as F
 
 import plait
 from plait.capture import capture
@@ -36,6 +37,18 @@ def alone(s: Net, x: Tensor) -> Tensor:
     return -y if x.size(0) > 1 else y
 
 
+def padded(s: Net, x: Tensor) -> Tensor:
+    """torch's own C++ reads these sizes as numbers."""
+    y = F.pad(s.up(x), (0, 0, 2, 0))
+    return F.interpolate(y.T[None], scale_factor=2.0)  # type: ignore[no-any-return]
+
+
+def repeated(s: Net, x: Tensor) -> Tensor:
+    """Heads of keys: the strides of what is repeated are the least of several multiples of the rows."""
+    heads = s.up(x).view(1, -1, 3, 2).transpose(1, 2)
+    return heads[:, :, None].expand(1, 3, 2, -1, 2).reshape(1, 6, -1, 2)
+
+
 def program(run: Any, rows: int, size: Any = "rows") -> Any:
     return capture(Net(run, up=linear(3, 6)), (torch.randn(rows, 3),), dynamic={"args": [{0: size}]})
 
@@ -45,6 +58,8 @@ def program(run: Any, rows: int, size: Any = "rows") -> Any:
     [
         (diagonal, 6, "rows", 6, None),  # min(rows, 6) is even
         (diagonal, 8, "rows", 6, None),
+        (padded, 5, "rows", 0, None),
+        (repeated, 5, "rows", 0, None),
         (branches, 7, "rows", 5, 8),
         (branches, 12, "rows", 10, None),
         (branches, 4, "rows", 0, 4),

@@ -45,6 +45,7 @@ from plait.capture.preserve import (
 from plait.capture.python import spoken
 from plait.capture.refuse import missed, refuse_outputs
 from plait.capture.trial import Kind, Trial, own_tensors
+from plait.passes.symbolic import symbols
 
 MIN_MEMBERS = 3  # with fewer blocks of a kind, the proof costs more than it saves
 
@@ -112,6 +113,7 @@ def _tried(model: nn.Module, call: Call, training: bool, kinds: list[Kind], hook
                 traced(training),
                 trial,
                 spoken(model, training),
+                symbols() if asked else contextlib.nullcontext(),
             ):
                 outputs = model(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises: the export raises it again

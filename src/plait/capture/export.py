@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
 from plait.capture.python import spoken
 from plait.capture.refuse import explained, refuse_fixed, refuse_model
 from plait.capture.written import decompositions, prepare
+from plait.passes.symbolic import minima
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool =
         notes: tuple[str, ...] = ()
         if sets:
             notes = (f"forward sets {', '.join(sets)}, which a compiled model does not",)
-        with explained(proof.places, proof.missed):
+        with explained(proof.places, proof.missed), minima() if any(call.dims) else nullcontext():
             if proof.groups:
                 try:
                     return replace(_export(model, call, training, proof, notes), sets=sets)

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -142,18 +141,6 @@ class Visit:
     met_by: set[int | None] = field(default_factory=set)
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **named: Any) -> torch.Tensor:
-    """Of attention's shape, and reached by the gradients of the same values."""
-    key, value = key.sum((-2, -1), keepdim=True), value.sum(-2, keepdim=True)
-    if named.get("enable_gqa"):
-        key, value = key.sum(-3, keepdim=True), value.sum(-3, keepdim=True)
-    return query.sum(-1, keepdim=True) + key + value
-
-
-# torch 2.11 fixes a dynamic length in attention.
-INSTEAD: dict[Any, Any] = {F.scaled_dot_product_attention: _attention} if torch.__version__ < "2.12" else {}
-
-
 class Trial(TorchFunctionMode):
     """Active around one call of the model, whose candidates' forward is `block`."""
 
@@ -200,7 +187,6 @@ class Trial(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        func = INSTEAD.get(func, func)
         frame = self.frame
         getter = getattr(func, "__name__", "") == "__get__"
         if frame is None:

@@ -19,6 +19,7 @@ need no values of their own. `decompositions` is for `run_decompositions`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
+@cache
 def _composed() -> dict[Any, Callable[..., Any]]:
     """What has no equation, and torch itself composes of other operators."""
     composites = torch.export.default_decompositions()

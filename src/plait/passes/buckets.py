@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from plait.passes.partition import Local, Site
+from plait.passes.partition import BACK, Local, Site
 
 SMALL = 1 << 20  # bytes; a collective of more takes longer than its latency on any link
 
@@ -31,7 +31,7 @@ def bucket(local: Local, algorithms: Mapping[str, str]) -> dict[str, tuple[str, 
     for node in local.graph.nodes:
         site = local.sites.get(str(node.target)) if node.op == "call_module" else None
         if site is not None and _sums(site) and node.all_input_nodes[0].op == "placeholder":
-            how = algorithms.get(f"{site.name}.backward", "native")
+            how = algorithms.get(f"{site.name}{BACK}", "native")
             found.setdefault((site.dtype, how), []).append(node)
     return {
         f"bucket_{i}": _gather(local.graph, nodes, f"bucket_{i}")

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from plait.passes.expand import is_random
 from plait.passes.partition import Emitter
+from plait.passes.symbolic import symbols
 from plait.program import Input, Program, module_path
 from plait.rules.aten import table
 from plait.rules.describe import Access, Description, bind, describe, rebind
@@ -452,7 +453,7 @@ def _mode(nodes: Iterable[fx.Node]) -> Any:
 def propagate(graph: fx.Graph) -> None:
     """Fill `meta["val"]` of every call from its arguments' (fake tensors or sizes)."""
     mode = _mode(n for n in graph.nodes if n.op == "placeholder")
-    with torch.no_grad(), mode if mode is not None else nullcontext():
+    with torch.no_grad(), mode if mode is not None else nullcontext(), symbols():
         for node in graph.nodes:
             if node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

@@ -26,6 +26,9 @@ from plait.rules.split import Split
 aten = torch.ops.aten
 
 
+BACK = ".backward"  # of a move's name: that of its way back
+
+
 @dataclass(frozen=True)
 class Site:
     """One move in the program; `name` is the same on all ranks and in all runs: users say it."""

@@ -24,8 +24,9 @@ from itertools import pairwise
 
 from plait.cluster import Cluster
 from plait.cluster.device import Device
+from plait.passes.partition import BACK
 from plait.passes.rings import RUNS, Event, Few, Found, Route, Shape, columns
-from plait.plan.plan import BACK, Overlapped
+from plait.plan.plan import Overlapped
 
 RING, HOP = "ring", "one hop"
 # Measured on 2 x H200 (bench/results/rowshard-notes.md): from a kernel's end to the first byte of a push 2-5 us,

@@ -20,10 +20,10 @@ from torch import fx
 from plait.passes.meanwhile import MATMULS, weights
 from plait.passes.overlap.choose import NOISE
 from plait.passes.overlap.timeline import Machine
-from plait.passes.partition import Local
+from plait.passes.partition import BACK, Local
 from plait.passes.rings import feed
 from plait.passes.trace import Spec, trace
-from plait.plan.plan import BACK, Overlapped
+from plait.plan.plan import Overlapped
 from plait.program import Program
 
 LATE = "late"

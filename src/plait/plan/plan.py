@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plait.errors import PlanError
+from plait.passes.partition import BACK
 from plait.passes.pipeline import Borders
 from plait.plan.measured import Measured
 
@@ -42,9 +43,6 @@ class Placed:
             f"{self.name}: {self.collective} of {self.source}{where}, {self.nbytes} bytes, "
             f"{self.algorithm}, {self.seconds * 1e6:.1f} us"
         )
-
-
-BACK = ".backward"  # of a move's name: that of its way back
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from plait.passes.overlap.flow import Flow
 from plait.passes.overlap.regions import Region
 from plait.passes.overlap.weave import weave
 from plait.passes.pack import merge
-from plait.passes.partition import Local, Share, Site, partition
+from plait.passes.partition import BACK, Local, Share, Site, partition
 from plait.passes.pipeline import Borders
 from plait.passes.rings import find
 from plait.passes.rings import fixed as fixed_sizes
@@ -88,9 +88,13 @@ class Laid:
     @cached_property
     def whole(self) -> works.Work:
         """Of the whole batch."""
-        return self.work(None)
+        return self._work(None)
 
     def work(self, batch: Batch | None) -> works.Work:
+        """`batch`: how it is to be cut, where it can be."""
+        return self.whole if batch is None else self._work(batch)
+
+    def _work(self, batch: Batch | None) -> works.Work:
         return works.work(self.flow, self.problem, self.prices.rates, batch, self.prices.chained)
 
     def seconds(self) -> Iterator[float]:
@@ -377,7 +381,7 @@ def _place(site: Site, priced: Priced) -> list[Placed]:
     nbytes = prod(site.shape) * site.dtype.itemsize
     steps = [(site.name, site.conversion.forward)]
     if site.grad:
-        steps.append((f"{site.name}.backward", site.conversion.backward))
+        steps.append((f"{site.name}{BACK}", site.conversion.backward))
     for name, step in steps:
         if step.collective is not None:
             algorithm, seconds = priced(step.collective, nbytes, name)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from plait.errors import InputError
 from plait.passes import schedule
+from plait.passes.partition import BACK
 from plait.plan.plan import Placed, Plan
 from plait.timeline import Event, Timeline
 
@@ -51,7 +52,7 @@ def _stage(plan: Plan) -> Iterator[Event]:
     forward: dict[str, list[Placed]] = {}
     backward: dict[str, list[Placed]] = {}
     for placed in plan.collectives:
-        way = backward if placed.name.endswith(".backward") else forward
+        way = backward if placed.name.endswith(BACK) else forward
         way.setdefault(placed.source, []).append(placed)
     names = [name for name, _, _ in plan.times]
     now = 0.0
@@ -77,7 +78,7 @@ def _stage(plan: Plan) -> Iterator[Event]:
         yield from transfers(forward.get(name, []))
     for name, _, seconds in reversed(plan.times):
         yield from transfers(backward.get(name, []))
-        yield from compute(f"{name}.backward" if seconds else name, seconds)
+        yield from compute(f"{name}{BACK}" if seconds else name, seconds)
     yield from transfers([p for s, moves in backward.items() if s not in known for p in moves])
 
 
@@ -87,7 +88,7 @@ def _cut(plan: Plan) -> dict[str, tuple[float, float]]:
     seconds = {p.name: p.seconds for p in plan.collectives}
     out: dict[str, tuple[float, float]] = {}
     for region in plan.overlaps:
-        names = [n for site in region.sites for n in (site, f"{site}.backward") if n in seconds]
+        names = [n for site in region.sites for n in (site, f"{site}{BACK}") if n in seconds]
         total = sum(seconds[n] for n in names)
         if region.form != "whole" and total > 0:
             share = min(1.0, (region.whole - region.seconds) / total)

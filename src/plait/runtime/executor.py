@@ -22,7 +22,7 @@ from plait.passes import rings
 from plait.passes.buckets import bucket
 from plait.passes.grouped import group
 from plait.passes.meanwhile import pay
-from plait.passes.partition import Local
+from plait.passes.partition import BACK, Local
 from plait.plan import owed
 from plait.plan.direct import routes
 from plait.plan.planner import Planned
@@ -174,7 +174,7 @@ def executable(
     root |= pay(local, owed.sites(planned.plan.overlaps))
     talks = _talks(local)
     for name, of in bucket(local, algorithms).items():
-        how = algorithms.get(f"{of[0]}.backward", "native")
+        how = algorithms.get(f"{of[0]}{BACK}", "native")
         root[name] = BucketModule([local.sites[s] for s in of], transport, how)
     alone = _fresh(local.graph)
     beside = Beside.of(transport, device) if any(s.of for s in local.sites.values()) else None

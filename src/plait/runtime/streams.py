@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plait.passes.late import Queue
-from plait.passes.partition import Site
+from plait.passes.partition import BACK, Site
 from plait.rules.moves import Cut, Step
 from plait.runtime.transport import Begun, MoveModule, Transport
 
@@ -239,7 +239,7 @@ def modules(
     out: dict[str, Any] = {}
     for name, site in sites.items():
         whole = site.of or name
-        forward, backward = (algorithms.get(n, "native") for n in (whole, f"{whole}.backward"))
+        forward, backward = (algorithms.get(n, "native") for n in (whole, f"{whole}{BACK}"))
         if site.of:
             assert isinstance(transport, Beside)
             out |= halves(site, transport, forward, backward)
