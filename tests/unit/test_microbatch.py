@@ -135,3 +135,114 @@ def test_attention_that_drops_behind_a_mask_is_cut() -> None:
 
     args = torch.randn(4, 5, 6), torch.rand(4, 5) > 0.3
     assert not why_uncut(capture(Net(run, up=linear(6, 8)), args, training=True))
+
+
+# -- rows that are sorted, and put back ----------------------------------------------------------------
+
+E, K = 4, 2  # experts, and choices of a row
+
+
+def by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    pytest.importorskip("transformers.integrations.moe")
+    return torch.ops.transformers.grouped_mm_fallback(x, weight, ends)  # type: ignore[no-any-return]
+
+
+def ends_of(keys: Tensor) -> Tensor:
+    return torch.histc(keys.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+
+
+def _indexed(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    sorted_keys, order = keys.flatten().sort()
+    y = by_group(x[order // K], s.w, ends_of(sorted_keys)).relu()
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.size(0))
+    return y[back].view(*keys.shape, -1).sum(1)
+
+
+def _argsorted(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    order = keys.flatten().argsort(stable=True)
+    rows = x.repeat_interleave(K, 0)
+    y = by_group(rows[order], s.w, ends_of(keys.flatten()[order])).tanh()
+    y = y * rows[order].mean(-1, keepdim=True) + s.w[0, 0]
+    return y[order.argsort()].unflatten(0, keys.shape).sum(1)
+
+
+def _put(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    order = keys.flatten().argsort()
+    y = by_group(x.repeat_interleave(K, 0)[order], s.w, ends_of(keys.flatten()))
+    return torch.zeros_like(y).index_put((order,), y).unflatten(0, keys.shape).sum(1)
+
+
+ROUTED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {"indexed": _indexed, "argsorted": _argsorted, "put": _put}
+
+
+def mixture(run: Callable[[Any, Tensor, Tensor], Tensor]) -> Net:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        return run(s, flat, s.gate(flat).topk(K)[1]).unflatten(0, x.shape[:2]) @ s.out  # type: ignore[no-any-return]
+
+    return Net(forward, gate=linear(6, E), w=weight(E, 6, 8), out=weight(8, 5))
+
+
+@pytest.mark.parametrize("bias", [0.0, 50.0], ids=["routed", "all on the same"])
+@pytest.mark.parametrize("name", ROUTED)
+def test_rows_sorted_by_expert_are_cut(name: str, bias: float) -> None:
+    torch.manual_seed(0)
+    model = mixture(ROUTED[name])
+    with torch.no_grad():
+        model.gate.bias[:2] += bias
+    prove(model, torch.randn(4, 3, 6).double())
+
+
+def _of_others(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    """Ends of other keys than those that are sorted."""
+    order = keys.flatten().argsort()
+    y = by_group(x[order // K], s.w, ends_of(s.gate(x).topk(K, largest=False)[1].flatten()))
+    return y[order.argsort()].unflatten(0, keys.shape).sum(1)
+
+
+def _two_orders(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    order, other = keys.flatten().argsort(), keys.flatten().argsort(descending=False, stable=True)
+    y = by_group(x[order // K], s.w, ends_of(keys.flatten()))
+    return y[other.argsort()].unflatten(0, keys.shape).sum(1)
+
+
+def _backwards(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    order = keys.flatten().argsort(descending=True)
+    y = by_group(x[order // K], s.w, ends_of(keys.flatten()))
+    return y[order.argsort()].unflatten(0, keys.shape).sum(1)
+
+
+def _beside_rows(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    """Sorted rows beside others."""
+    order, rows = keys.flatten().argsort(), x.repeat_interleave(K, 0)
+    y = by_group(rows[order] + rows, s.w, ends_of(keys.flatten()))
+    return y[order.argsort()].unflatten(0, keys.shape).sum(1)
+
+
+def _not_put_back(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    order = keys.flatten().argsort()
+    return by_group(x[order // K], s.w, ends_of(keys.flatten())).unflatten(0, keys.shape).sum(1)
+
+
+def _negative(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    return _indexed(s, x, keys - 1)
+
+
+def _counted(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    """How many rows an expert has is asked for by another."""
+    return _indexed(s, x, keys) * torch.histc(keys.double(), E, 0, E - 1)[0].detach()
+
+
+def _in_places(s: Any, x: Tensor, keys: Tensor) -> Tensor:
+    """Which place a row has is a number of its own."""
+    order = keys.flatten().argsort()
+    return _indexed(s, x, keys) + order.argsort().view(keys.shape).sum(1, keepdim=True).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [_of_others, _two_orders, _backwards, _beside_rows, _not_put_back, _negative, _counted, _in_places],
+)
+def test_what_an_order_of_their_own_would_change_is_not_cut(run: Any) -> None:
+    assert why_uncut(capture(mixture(run), (torch.randn(4, 3, 6),), training=True))

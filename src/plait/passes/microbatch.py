@@ -8,6 +8,7 @@ every operator can take its operands as they come:
     parallel            the rows of this piece
     sum, then linear    this piece's term (a loss: the pieces are added up, a mean is weighted by rows)
     sum, then affine    what is added counts in every piece for its share of the rows (1 - similarity)
+    sorted, then back   the rows of this piece, in an order of its own on the way (ordered.py)
     inputs only         computed from the whole input in every piece (the count of valid labels)
     anything else       the batch is not cut; `Uncut` says which operator forbids it
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from plait.passes import ordered
 from plait.passes.expand import is_random
 from plait.passes.partition import Emitter
 from plait.passes.symbolic import symbols
@@ -151,7 +153,7 @@ def _cut(program: Program, d: Description, split: Split) -> Batch | Uncut:
             batch.layouts[node] = layout
             batch.strategies[node] = Strategy("input", (), (layout,))
         elif node.op == "call_function" and node in d.accesses:
-            problem = _lay(node, d.accesses[node], batch, ahead)
+            problem = _lay(node, d.accesses[node], batch, ahead, program)
             if problem is not None:
                 return Uncut(problem)
             if node not in ahead and any(s in ahead or s in work for s in node.all_input_nodes):
@@ -159,6 +161,8 @@ def _cut(program: Program, d: Description, split: Split) -> Batch | Uncut:
         elif node.op == "output":
             for i, item in enumerate(node.args[0]):  # type: ignore[arg-type]
                 layout = batch.layouts.get(item, WHOLE) if isinstance(item, fx.Node) else WHOLE
+                if ordered.is_ordered(layout):
+                    return Uncut(f"output {i} is in the order of the whole batch")
                 if i in mutated and layout.kind != "whole":
                     return Uncut(f"buffer {mutated[i]} is changed by the whole batch")
     again = [n for n in work if batch.layouts[n].kind in ("whole", "copied")]
@@ -173,7 +177,7 @@ def _held(dims: Dims, split: Split) -> Layout | None:
     return shard(split) if split.dim(dims) is not None else WHOLE
 
 
-def _lay(node: fx.Node, access: Access, batch: Batch, ahead: set[fx.Node]) -> str | None:
+def _lay(node: fx.Node, access: Access, batch: Batch, ahead: set[fx.Node], program: Program) -> str | None:
     """Choose the node's strategy; the reason if there is none."""
     split = batch.split
     sources = [o.node for o in access.operands]
@@ -181,11 +185,15 @@ def _lay(node: fx.Node, access: Access, batch: Batch, ahead: set[fx.Node]) -> st
     if from_inputs:
         ahead.add(node)
     have = [batch.layouts.get(s, WHOLE) for s in sources]
-    strategy = _strategy(node, access, split, have)
+    own_order = any(map(ordered.is_ordered, have))
+    strategy = None if own_order else _strategy(node, access, split, have)
     terms = strategy is not None and PARTIAL in strategy.results
     if (strategy is None or terms) and from_inputs and access.operands:
         whole = (WHOLE,) * len(access.operands)
         strategy = Strategy("ahead", whole, (WHOLE,) * len(access.results))
+    if strategy is None:
+        rows = ordered.Ordered(split, batch.layouts, batch.strategies, program.constants, _strategy)
+        strategy = rows.lay(node, access, have)
     if strategy is None:
         return f"{_where(node)} {_why(access, split, have)}"
     held = [dims for dims, r in zip(access.results, strategy.results, strict=True) if r.split]
@@ -343,11 +351,26 @@ class _Piece(Emitter):
             self._set(node, self.copy(node, xs), self.strategies[node].results[0])
         elif node in self.strategies and self.strategies[node].label == AFFINE:
             self._set(node, self._affine(node), PARTIAL)
+        elif node in self.strategies and self.strategies[node].label == ordered.LABEL:
+            self._ordered(node)
         else:
             super()._call(node)
         while before.next.op != "root":
             before = before.next
             before.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+
+    def _ordered(self, node: fx.Node) -> None:
+        """As it is; a constant beside an order counts the rows of the piece."""
+        access, results = self.description.accesses[node], self.strategies[node].results
+        xs = [self.value(o.node, WHOLE, o.dims) for o in access.operands]
+        if node.target is aten.index_put.default and access.operands[-1].node.op == "get_attr":
+            rows = self.batch.size(access.operands[0].dims[0], self.rank)
+            xs[-1] = self.constant(torch.arange(rows), "rows")
+        new = self.copy(node, xs)
+        if len(results) == 1:
+            self._set(node, new, results[0])
+        else:
+            self._own[node] = (new, WHOLE)
 
     def _affine(self, node: fx.Node) -> fx.Node:
         """What is added to a sum over the batch, by this piece's share of the rows."""

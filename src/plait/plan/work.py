@@ -221,7 +221,7 @@ class _Counter:
     def moves(self, node: fx.Node) -> bool:
         """Whether the value holds rows of the batch."""
         layout = self.batch.layouts.get(node) if self.batch is not None else None
-        return layout is not None and layout.kind == "shard"
+        return layout is not None and layout.split is not None
 
     def step(self, node: fx.Node, kept: Amount, trained: Mapping[str, float]) -> Step:
         choice = self.problem.choices.get(node)

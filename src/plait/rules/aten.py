@@ -503,10 +503,13 @@ def table() -> dict[Any, Rule]:
     for names, rule in _LINES:
         for overload in _overloads(names):
             rules.setdefault(overload, rule)
+    return rules | dict.fromkeys(grouped(), grouped_matmul)
+
+
+def grouped() -> tuple[Any, ...]:
+    """Matmuls of rows by group."""
     fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
-    if fallback is not None:
-        rules[fallback.default] = grouped_matmul
-    return rules
+    return (*_overloads("_grouped_mm.default"), *([fallback.default] if fallback is not None else []))
 
 
 def lines() -> tuple[tuple[str, Rule], ...]:
