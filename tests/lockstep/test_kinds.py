@@ -116,6 +116,17 @@ def _norms_of_images() -> Made:
     return nn.Sequential(*parts), (learned(2, 3, 6, 6),), "0.weight 3.weight 6.weight"
 
 
+def _norms_by_constants() -> Made:
+    """Vectors that do not vary, which torch's kernels read by address."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        ones, zeros = torch.ones(12).to(x), torch.zeros(12).to(x)
+        y = F.batch_norm(s.a(x), zeros, ones) + F.batch_norm(s.a(x), None, None, ones * 0.5, training=True)
+        return F.group_norm(y, 3, ones * 2, zeros) @ s.out  # type: ignore[no-any-return]
+
+    return Net(run, a=linear(8, 12), out=weight(12, 3)), (learned(5, 8),), "a.weight out"
+
+
 def _resized() -> Made:
     def run(s: Net, x: Tensor) -> Tensor:
         x = F.pixel_shuffle(s.a(x), 2)
@@ -223,6 +234,7 @@ KINDS: dict[str, Callable[[], Made]] = {
     "transposed convolutions": _transposed_convolutions,
     "convolutions without a batch": _without_a_batch,
     "norms of images": _norms_of_images,
+    "norms by constants": _norms_by_constants,
     "resized": _resized,
     "unfolded": _unfolded,
     "norms of weights": _norms_of_weights,

@@ -2,7 +2,7 @@
 
 Values are kept *spread*: along a dim in which a value does not vary its stride is 0, so a mask
 [b, 1, s, s] costs s*s, and element-wise operators compute only what differs. What is stored has
-size 1 there; an `expand` restores the size for the users that need it.
+size 1 there; an `expand` restores the size for the users that need it, but for vectors, which are small.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ class _Folder:
     def store(self) -> None:
         """A get_attr in place of every known value that an unknown one reads."""
         stored: dict[int, fx.Node] = {}
-        spot = next(n for n in self.graph.nodes if n.op != "placeholder")
         for node, value in self.known.items():
             users = [u for u in node.users if u not in self.known]
             if not users or node.op == "get_attr" or not isinstance(value, torch.Tensor):
@@ -116,12 +115,11 @@ class _Folder:
             if node.op == "placeholder" and node.name in self.loadable:
                 continue  # read as it is: load_state_dict() may still change it
             if id(value) not in stored:
-                with self.graph.inserting_before(spot):
-                    stored[id(value)] = self._constant(node, compact(value))
+                stored[id(value)] = self._constant(node, compact(value))
             constant, full = stored[id(value)], None
             for user in users:
                 if not _broadcasts(user, node, constant):
-                    full = full or self._expand(constant, node)
+                    full = full or self._full(constant, node, value)
                     user.replace_input_with(node, full)
                 else:
                     user.replace_input_with(node, constant)
@@ -132,16 +130,20 @@ class _Folder:
             return self._stored[key]
         name = f"constant_{len(self.constants)}"
         self.constants[name] = value.clone(memory_format=torch.contiguous_format)
-        get = self.graph.create_node("get_attr", name, name=name)
+        with self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder")):
+            get = self.graph.create_node("get_attr", name, name=name)
         get.meta = dict(node.meta, val=_like(node.meta["val"], value.shape))
         if key is not None:
             self._stored[key] = get
         return get
 
-    def _expand(self, constant: fx.Node, node: fx.Node) -> fx.Node:
+    def _full(self, constant: fx.Node, node: fx.Node, value: torch.Tensor) -> fx.Node:
+        """A vector as it is: torch's batch norms read theirs by address, whatever the strides."""
         sizes = list(node.meta["val"].shape)
         if list(constant.meta["val"].shape) == sizes:
             return constant
+        if value.dim() == 1:
+            return self._constant(node, value)
         with self.graph.inserting_before(_after_placeholders(node)):
             wide = self.graph.call_function(aten.expand.default, (constant, sizes))
         wide.meta = dict(node.meta)
