@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -400,3 +401,34 @@ def test_a_collection_in_another_thread_changes_no_proof(monkeypatch: pytest.Mon
         gc.enable()
     assert found == [False]
     assert not next(busy, False), "nothing was held in a cycle"
+
+
+# -- tensors kept outside of the model -----------------------------------------------------------------
+
+
+@functools.lru_cache
+def _cosines(n: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(n).cos(), torch.arange(n).sin()
+
+
+class Caching(nn.Module):
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    @staticmethod
+    @functools.cache
+    def ramp(n: int) -> Tensor:
+        return torch.arange(n) * 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[-1]
+        if n not in self.kept:
+            self.kept[n] = torch.arange(n).square()
+        return x * self.kept[n] * self.ramp(n) + _cosines(n)[0]
+
+
+def test_caches_outside_of_the_model_hold_no_tensor_of_the_capture() -> None:
+    """functools.cache and dicts that the first call fills: that call is the capture's own."""
+    program = capture(Caching(), (torch.randn(2, 5),))
+    assert len(program.constants) == 3
+    assert 5 not in Caching.kept
+    assert type(_cosines(5)[0]) is type(Caching.ramp(5)) is Tensor

@@ -225,9 +225,38 @@ def changed_without_gradient(x: Tensor) -> Tensor:
     return y
 
 
+def packed(x: Tensor) -> Tensor:
+    rows = nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([1]), batch_first=True)
+    return rows.data
+
+
+def listed(x: Tensor) -> Tensor:
+    y: Tensor = x * torch.tensor([x.sum(), 1.0])[0]
+    return y
+
+
+def filled(x: Tensor) -> Tensor:
+    y: Tensor = x * torch.full((8,), x.sum())  # type: ignore[call-overload]
+    return y
+
+
+def generated(x: Tensor) -> Tensor:
+    return x + torch.randn(8, generator=torch.Generator().manual_seed(1))
+
+
+def distributed(x: Tensor) -> Tensor:
+    y: Tensor = torch.distributions.Normal(x, x.exp(), validate_args=True).log_prob(x)
+    return y
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        (packed, r"`rows = nn\.utils\.rnn\.pack.*`: .* give the layer the padded rows"),
+        (listed, r"`y: Tensor = x \* torch\.tensor\(.*`: .* join them with torch\.stack"),
+        (filled, r"torch\.full\(.*`: a Python number is wanted here"),
+        (generated, r"randn.* at .*: is given an object that a graph cannot keep .* torch\.manual_seed"),
+        (distributed, r"torch\.distributions.*`: .* validate_args=False"),
         (given_values, r"`x\.data = x \* 2`: gives a tensor other values"),
         (hooked, r"`x\.register_hook\(.*`: the hook on a gradient would be left out"),
         (inner_gradient, r"`y: Tensor = torch\.func\.grad.*`: .* torch\.autograd\.grad is"),

@@ -19,6 +19,7 @@ from plait.plan.sharding import Prices, solve
 from plait.rules.aten import table
 from plait.rules.describe import describe
 from plait.runtime.executor import layouts
+from tests.cases.blocks import Net, linear, weight
 from tests.gloo import prove
 
 
@@ -143,3 +144,19 @@ def test_weights_that_another_form_of_call_cannot_take_are_named_as_the_models()
     held = layouts(planner.make(one, options).local(0))
     with pytest.raises(LaidError, match=r"up\.weight as it is loaded \(rows 0:3 \| 3:5 of dim 0\), up\.bias as"):
         planner.make(two, options, held)
+
+
+def _eighths(s: Net, x: Tensor) -> Tensor:
+    y = s.up(x).relu() @ s.down
+    return y.to(torch.float8_e4m3fn).to(y.dtype) @ s.out  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_values_of_eight_bits_are_moved_and_never_summed(training: bool) -> None:
+    """No device adds them; nor are their gradients, which have their dtype."""
+    model = Net(_eighths, up=linear(8, 12), down=weight(12, 8), out=weight(8, 6))
+    program = capture(model, (torch.randn(5, 8),), training=training)
+    problem = build(program, describe(program, table()), 2)
+    (cast,) = (c for c in problem.choices.values() if c.dtypes == (torch.float8_e4m3fn,))
+    kinds = {layout.kind for s in cast.strategies for layout in s.results}
+    assert kinds == {"whole", "shard"}

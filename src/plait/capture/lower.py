@@ -29,6 +29,7 @@ def lower(
     exported = export.program
     _refuse_other_changes(exported)
     _refuse_regions(exported.graph)
+    _refuse_objects(exported)
     _refuse_sizes_of_values(exported.graph)
     weights = _Weights(model, exported, export.blocks)
     graph = fx.Graph()
@@ -264,6 +265,18 @@ def _refuse_regions(graph: fx.Graph) -> None:
         raise CaptureError(
             f"{found}: a graph within the graph is not supported; compute both cases and choose "
             "with torch.where, or write a loop of fixed length"
+        )
+
+
+def _refuse_objects(exported: ExportedProgram) -> None:
+    specs = exported.graph_signature.input_specs
+    objects = {s.arg.name for s in specs if s.kind is InputKind.CUSTOM_OBJ}
+    users = [n for n in exported.graph.nodes if any(x.name in objects for x in n.all_input_nodes)]
+    if users:
+        found = ", ".join(f"{n.target} at {traced_place(n)}" for n in users)
+        raise CaptureError(
+            f"{found}: is given an object that a graph cannot keep (a torch.Generator: leave it out, and seed "
+            "with torch.manual_seed)"
         )
 
 

@@ -3,20 +3,27 @@
     x.data                             x.detach(), which has the same memory
     module.to(dtype)                   nothing, where nothing changes; else refused with the names
     x.data = y, x.register_hook(f),    refused by the line: a graph keeps none of them
-    torch.func.grad(f)
+    torch.func.grad(f), packed rows
 
 Attributes of torch's classes stand in for these while the model runs, and for nobody but its own lines.
+What it keeps meanwhile in caches of its files (functools.cache, dicts) has no values, and is dropped after.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.utils.rnn import PackedSequence
 
 from plait.capture.refuse import is_user_file, user_place
 from plait.errors import CaptureError
@@ -33,6 +40,7 @@ def spoken(model: nn.Module, training: bool) -> Iterator[None]:
         (Tensor, "data", property(_data, _set_data)),
         (nn.Module, "_apply", _converter(model)),
         (eager_transforms, "grad_increment_nesting", _inner_gradient),
+        (PackedSequence, "__new__", _packed),
     ]
     if training:
         stand_ins.append((Tensor, "register_hook", _hook))
@@ -47,6 +55,7 @@ def spoken(model: nn.Module, training: bool) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+        _drop_from_caches()
 
 
 def _data(x: Tensor) -> Tensor:
@@ -74,8 +83,17 @@ def _hook(x: Tensor, hook: Callable[[Tensor], Any]) -> Any:
 
 def _inner_gradient() -> Any:
     raise CaptureError(
-        f"{user_place()}: the gradient that torch.func takes in forward is not captured; that of "
-        "torch.autograd.grad is (y = x.detach().requires_grad_(), with torch.enable_grad())"
+        f"{user_place()}: the gradient that torch.func takes in forward is not captured: write its "
+        "formula out, or take it outside; that of torch.autograd.grad is, where no weight is behind it "
+        "(y = x.detach().requires_grad_(), with torch.enable_grad())"
+    )
+
+
+def _packed(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        f"{user_place()}: how many rows of a packed sequence each step has depends on the lengths' values, "
+        "which is not supported: give the layer the padded rows, and choose by the lengths from what it gives "
+        "(torch.gather, or torch.where over the steps)"
     )
 
 
@@ -94,9 +112,37 @@ def _converter(model: nn.Module) -> Callable[..., nn.Module]:
     return convert
 
 
+def _drop_from_caches() -> None:
+    """Where the model is called later, or traced once more, it makes these tensors anew."""
+    for module in list(sys.modules.values()):
+        values = [x for name, x in vars(module).items() if name != "__builtins__"]
+        makes_tensors = any(x is torch or x is Tensor or x is nn for x in values)
+        if not makes_tensors or not is_user_file(getattr(module, "__file__", None) or "<string>"):
+            continue
+        own = [x for x in values if isinstance(x, type) and x.__module__ == module.__name__]
+        for value in (*values, *(v for cls in own for v in vars(cls).values())):
+            cache: Any = value.__func__ if isinstance(value, staticmethod) else value
+            if isinstance(cache, functools._lru_cache_wrapper):
+                if any(map(_traced, gc.get_referents(cache))):
+                    cache.cache_clear()
+            elif type(cache) in _DICTS:
+                for key in [k for k, x in cache.items() if _traced(x)]:
+                    del cache[key]
+
+
+def _traced(x: Any, depth: int = 3) -> bool:
+    """Whether a tensor of the trace is in it."""
+    kind = type(x)
+    if kind in _HOLDING or kind.__name__ == "_lru_list_elem":
+        return depth > 0 and any(_traced(y, depth - 1) for y in gc.get_referents(x))
+    return kind is FakeTensor or kind is FunctionalTensor
+
+
 def _asked_by_the_model() -> bool:
     return is_user_file(sys._getframe(2).f_code.co_filename)
 
 
 _DATA: Any = torch._C.TensorBase.data
 _HOOK = Tensor.register_hook
+_DICTS = {dict, OrderedDict, defaultdict}
+_HOLDING = {*_DICTS, tuple, list}

@@ -163,7 +163,7 @@ def _cache_classes() -> tuple[type, ...]:
 
 
 def _named(path: Any) -> str:
-    return pytree.keystr(path).strip("[]'\"") if path else "of forward"
+    return pytree.keystr(path).strip("[]'\"").replace("']['", ".") if path else "of forward"
 
 
 def refuse_fixed(ranges: Mapping[str, tuple[Any, Any]], places: Mapping[str, str]) -> None:
@@ -220,12 +220,29 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
         return (
             f"{place or _module_line(error)}what runs depends on the value of a tensor, which no graph can "
             "keep. Pass the value as a Python number, or compute both cases and choose with torch.where (of "
-            "experts in a loop: run every one, and weigh what they give)"
+            "experts in a loop: run every one, and weigh what they give; of torch.distributions: pass "
+            "validate_args=False)"
         )
     if "Constraints violated" in text:
         return _constraints(text, places)
     if "DynamicOutputShape" in type(error).__name__:
         return f"{place}{text.strip()}: {SIZED_LOSS if 'loss' in text else SIZED_BY_VALUES}"
+    if "got FakeTensor" in text or "not FakeTensor" in text:
+        return (
+            f"{place}a Python number is wanted here, and a tensor has none while a graph is captured: pass the "
+            f"number, or multiply by the tensor instead ({text.splitlines()[0]})"
+        )
+    if "fake tensor in the exported program constant" in text:
+        return (
+            "forward meets a tensor that it did not make of its arguments and weights: of an earlier call, kept "
+            "by a global or by an object that is no module (call the model once before it is compiled), or of "
+            "a gradient that it takes through a weight (torch.autograd.grad), which is not captured"
+        )
+    if "data is not allocated yet" in text:
+        return (
+            f"{place}a list of tensors becomes one tensor by their values, which no graph can keep: join them "
+            "with torch.stack"
+        )
     if ".numpy() is not supported" in text or "access data pointer" in text:
         return f"{place}the tensor leaves torch here; only torch operators can be captured"
     return told(error)

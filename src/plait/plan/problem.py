@@ -7,6 +7,7 @@ equal keys, whatever their factors are called, and can share variables.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,7 +118,7 @@ def build(program: Program, d: Description, n: int) -> Problem:
             near = _near(access, by_atom)
             choices[node] = Choice(
                 node,
-                tuple(strategies(access, near, grad)),
+                tuple(s for s in strategies(access, near, grad) if _adds(s, node, access, grad)),
                 access.results,
                 _dtypes(node) if access.results else (),
                 grad,
@@ -149,6 +150,18 @@ def _near(access: Access, by_atom: dict[Factor, list[Split]]) -> list[Split]:
     dims += [f for r in access.results for f in r]
     dims += [letter.factor for letter in access.letters]
     return _unique(tuple(dims), by_atom)
+
+
+def _adds(s: Strategy, node: fx.Node, access: Access, grad: bool) -> bool:
+    """Whether parts that will be summed, of values or of their gradients, are of a dtype that torch can add."""
+    own = _dtypes(node) if access.results else ()
+    of_operands = own if node.target is operator.getitem else [_dtypes(o.node)[0] for o in access.operands]
+    dtypes = (*of_operands, *own)
+    summed = ("partial", "copied") if grad else ("partial",)
+    return not any(
+        layout.kind in summed and dtype.is_floating_point and dtype.itemsize == 1
+        for layout, dtype in zip((*s.operands, *s.results), dtypes, strict=True)
+    )
 
 
 def _dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
