@@ -326,3 +326,37 @@ def test_a_models_own_checkpointing_is_refused_in_training_alone(pool: Pool) -> 
     for failure in pool.errors(checkpointing, 2, True):
         assert isinstance(failure.error, CaptureError), failure.traceback
         assert "the model checkpoints its activations" in failure.message
+
+
+# -- complex numbers -------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(6, 6, 2).double()), nn.Linear(6, 6).double()
+
+    def forward(self, z: Tensor) -> Tensor:
+        a = torch.view_as_complex(self.a)
+        y = self.b((z @ a).imag)
+        return torch.view_as_real(torch.complex(y, y.tanh()) @ a.conj() * z)
+
+
+def turned(group: Any, mesh: str) -> prove.Report:
+    """Inputs that are conjugates by a bit, and such as are not."""
+    torch.manual_seed(0)
+    setup = Setup(Turned(), (torch.randn(4, 6, dtype=torch.complex128),))
+    x = setup.args[0]
+    parts = compiled(Setup(setup.model, (x.conj(),)), mesh, group)
+    want = plain(Setup(setup.model, (x.conj().resolve_conj(),)))
+    for given in (x.conj(), x.conj().resolve_conj()):
+        parts.zero_grad()
+        out = parts(given)
+        setup.loss(out).backward()
+        demand(differences(out, want.out), differences(dict(parts.gradients()), want.gradients, "gradients"))
+    return {"gradients": digest(dict(parts.gradients()))}
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2/2"])
+def test_conjugates_are_read_as_what_they_are(pool: Pool, mesh: str) -> None:
+    prove.alike(pool.run(turned, 2, mesh))

@@ -233,6 +233,14 @@ def test_big_matmuls_reach_the_share_of_peak_that_was_measured():
     assert h100.matmul_seconds(8192, 8192, 16384) == pytest.approx(2.7e-3, rel=0.12)
 
 
+def test_products_of_numbers_that_are_no_floats_have_a_price() -> None:
+    """A complex one is four of real numbers."""
+    device = Cluster.preset("dgx-h100").device
+    real = device.matmul_seconds(4096, 4096, 4096, "float32")
+    assert device.matmul_seconds(4096, 4096, 4096, "complex64") == pytest.approx(4 * real, rel=0.1)
+    assert device.matmul_seconds(64, 64, 64, "int64") > 0
+
+
 @given(m=st.integers(1, 5000), n=st.integers(1, 5000), k=st.integers(1, 5000))
 def test_no_matmul_beats_the_roofline(m, n, k):
     for device in (BOXES["dgx-h100"].device, BOXES["loopback"].device):

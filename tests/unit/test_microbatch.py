@@ -78,6 +78,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "there and back": lambda y: torch.fft.ifft(torch.fft.fft(y, n=9), n=8).abs(),
     "hermitian": lambda y: torch.fft.hfft(torch.fft.ihfft(y), n=8),
     "shifted": lambda y: torch.fft.fftshift(torch.fft.fft(y), dim=-1).conj().imag,
+    "spectrum": lambda y: torch.stft(y.flatten(1), 14, 4, return_complex=True).abs().transpose(1, 2),
     "complex of two": lambda y: (torch.complex(y, y.sin()) * torch.polar(y.abs(), y)).angle(),
     "detached": lambda y: (torch.fft.fft(y).detach() * torch.fft.fft(y)).real,
 }

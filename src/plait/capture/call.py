@@ -42,7 +42,7 @@ class Call:
         kwargs: dict[str, Any],
         dynamic: Mapping[str, Any] | None,
     ) -> Call:
-        with_paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+        with_paths, spec = pytree.tree_flatten_with_path(resolved((args, kwargs)))
         leaves = tuple((spell(path), leaf) for path, leaf in with_paths)
         refuse_inputs(leaves)
         numbered = pytree.tree_unflatten(list(range(len(leaves))), spec)
@@ -100,6 +100,11 @@ class Call:
             Input(path, node=nodes[i]) if i in nodes else Input(path, value=leaf)
             for i, (path, leaf) in enumerate(self.leaves)
         )
+
+
+def resolved(tree: Any) -> Any:
+    """Inputs as their memory has them: a conjugate says by a bit that it is one, which no message tells."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.resolve_conj().resolve_neg(), tree)
 
 
 def spell(path: Any) -> str:

@@ -66,7 +66,10 @@ class Device:
         """[batch, m, k] x [batch, k, n] -> [batch, m, n], launch not included. Zero if empty."""
         if min(m, n, k, batch) <= 0:
             return 0.0
-        width = _WIDTH[str(dtype).removeprefix("torch.")]
+        name = str(dtype).removeprefix("torch.")
+        if name in _OF_TWO:  # as a product of real numbers
+            return self.matmul_seconds(2 * m, n, 2 * k, _OF_TWO[name], batch)
+        width = _WIDTH[name]
         moved = self.memory_seconds(width * batch * (m * k + k * n + m * n))
         splits = (1, 2, 4, 8) if self.units > 1 else (1,)
         times = (self._tiled(t, m, n, k, dtype, batch, s) for t in self.tiles for s in splits)
@@ -106,10 +109,19 @@ _WIDTH: dict[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
     "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
 }
+_OF_TWO: dict[str, str] = {"complex64": "float32", "complex128": "float64"}
 _STANDS_FOR: dict[str, str] = {
     "float16": "bfloat16",
     "float8_e5m2": "float8_e4m3fn",
     "int8": "float8_e4m3fn",
     "float64": "float32",
+    "uint8": "int8",
+    "int16": "float32",
+    "int32": "float32",
+    "int64": "float32",
 }

@@ -20,7 +20,7 @@ from plait.rules.lookups import assign, embedding, gather, index, index_put, ind
 from plait.rules.own import SLOPED
 from plait.rules.rule import Binder, Elementwise, Equation, is_tensor, outputs
 from plait.rules.split import Split
-from plait.rules.windows import convolution, patches, windows
+from plait.rules.windows import convolution, patches, unfold, windows
 
 aten = torch.ops.aten
 
@@ -411,6 +411,7 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("max_pool1d.default avg_pool1d.default adaptive_avg_pool1d.default adaptive_max_pool1d.default upsample_nearest1d upsample_linear1d _upsample_nearest_exact1d reflection_pad1d.default replication_pad1d.default", windows(1)),
     ("max_pool2d.default max_pool2d_with_indices.default avg_pool2d.default adaptive_avg_pool2d.default _adaptive_avg_pool2d.default adaptive_max_pool2d.default upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_nearest_exact2d reflection_pad2d.default replication_pad2d.default", windows(2)),
     ("max_pool3d.default max_pool3d_with_indices.default avg_pool3d.default adaptive_avg_pool3d.default _adaptive_avg_pool3d.default adaptive_max_pool3d.default upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact3d reflection_pad3d.default replication_pad3d.default", windows(3)),
+    ("unfold.default",       unfold),
     ("im2col.default col2im.default", patches),
     ("grid_sampler_2d.default", Equation("input[b c h w] grid[b i j t] -> [b c i j]", whole="h w t")),
     ("_fft_r2c.default _fft_c2r.default _fft_c2c.default", fourier),

@@ -11,6 +11,7 @@ from plait.rules.describe import Access, Describer, Letter, Rule, bind, rebind
 from plait.rules.equation import product
 from plait.rules.rule import is_tensor, outputs
 from plait.rules.split import Split
+from plait.rules.views import moved
 
 
 def convolution(d: Describer, node: fx.Node) -> Access:
@@ -64,6 +65,15 @@ def windows(spatial: int) -> Rule:
 
     rule.__doc__ = f"`* {spatial}l -> * {spatial}m`: windows of the last {spatial}, which are whole and new"
     return rule
+
+
+def unfold(d: Describer, node: fx.Node) -> Access:
+    """`* l * -> * m * k`: m windows of k, both new and l whole, the others parallel."""
+    dims, new = d.operand(bind(node)["self"]).dims, d.fresh_dims(node)
+    at = bind(node)["dimension"] % max(1, len(dims))
+    letters = [Letter(f, "parallel") for i, f in enumerate(dims) if i != at and f.size > 1]
+    letters += [Letter(f, "whole", SPANNED) for f in (*dims[at : at + 1], new[at], new[-1])]
+    return moved(d, node, (*dims[:at], *new[at : at + 1], *dims[at + 1 :], new[-1]), letters=letters)
 
 
 def patches(d: Describer, node: fx.Node) -> Access:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.capture.call import TARGET
+from plait.capture.call import TARGET, resolved
 from plait.capture.join import shapes
 from plait.capture.loss import NO_LOSS, Loss
 from plait.capture.state import State
@@ -103,6 +103,7 @@ class Compiled(nn.Module):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss = NO_LOSS
     ) -> Any:
         """The program for this call and the call's leaves; made on all ranks if it is new."""
+        args, kwargs = resolved((tuple(args), dict(kwargs)))
         follower, programs = self._follower, self._programs
         view = follower.look(self)
         number = programs.number(view.state, bool(view.changes))
