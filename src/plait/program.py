@@ -118,8 +118,9 @@ class Program:
     def _by_node(self) -> dict[str, Weight]:
         return {w.node: w for w in self.weights}
 
-    def differentiable(self) -> set[fx.Node]:
-        """The nodes through which gradients may flow."""
+    def differentiable(self, asked: bool = False) -> set[fx.Node]:
+        """The nodes through which gradients may flow; `asked`: in calls like the example, of whose inputs only some may
+        ask for one."""
         if not self.training:
             return set()
         out: set[fx.Node] = set()
@@ -129,7 +130,8 @@ class Program:
             if not may_learn(node.meta.get("val")):
                 continue
             if node.op == "placeholder":
-                if node.name not in frozen:
+                mine = node.name in trainable or not asked or node.meta["val"].requires_grad
+                if node.name not in frozen and mine:
                     out.add(node)
             elif any(i in out for i in node.all_input_nodes):
                 out.add(node)

@@ -74,3 +74,18 @@ def test_a_move_that_takes_less_as_it_is_run_begins_after_what_it_moves() -> Non
     (move,) = timeline.on("transfers")
     assert move.begin == pytest.approx(max(event.end for event in timeline.on("compute")))
     assert timeline.end == pytest.approx(plan.seconds)
+
+
+@pytest.mark.parametrize(("asks", "first"), [(False, 1), (True, 2)])
+def test_the_way_back_computes_what_learns(asks: bool, first: int) -> None:
+    """A gradient of the data that asks for one, and of the weights that are not frozen."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        x = torch.empty(256, 512, requires_grad=asks)
+    model[2].requires_grad_(False)
+    times = plait.plan(model, (x,), tp=1, training=True, cluster="loopback[1]").times
+    back = [backward / forward for _, forward, backward in times]
+    assert [round(b) for b in back] == [first, 2, 1, 2]
+    model.requires_grad_(False)
+    times = plait.plan(model, (x,), tp=1, training=True, cluster="loopback[1]").times
+    assert [round(backward / forward) for _, forward, backward in times] == [int(asks)] * 4

@@ -56,6 +56,7 @@ def _own(choice: Choice) -> Hashable:
         str(choice.node.target) if choice.node.op != "placeholder" else choice.weight,
         choice.dtypes,
         choice.grad,
+        choice.learns,
         tuple(_dims(d, numbers) for d in dims),
         tuple(letters),
         tuple(

@@ -1,7 +1,7 @@
 """Prices of the sharding program, in seconds: work by roofline, conversions by their collectives.
 
 node        flops x share / peak or bytes / bandwidth, whichever is more; a factor of 3 where gradients flow
-            (the backward of a matrix product is two of them)
+            (the backward of a matrix product is two of them, one where a weight or an input does not learn)
 weight      a weight that stays whole costs memory on every rank: a penalty per byte, so that what
             can be split is split unless splitting costs more than it is worth
 conversion  the forward move's collective and, where gradients flow, the backward move's
@@ -107,8 +107,7 @@ class CostPrices:
             return self._weight(choice, strategy)
         if choice.free or choice.access is None:
             return 0.0
-        passes = 3.0 if choice.grad else 1.0
-        return passes * self._work(choice, strategy) + self._statistics(choice, strategy)
+        return passes_of(choice) * self._work(choice, strategy) + self._statistics(choice, strategy)
 
     def _weight(self, choice: Choice, strategy: Strategy) -> float:
         nbytes = bytes_of(choice.results[0], choice.dtypes[0])
@@ -246,6 +245,16 @@ def products_of(choice: Choice) -> list[Dims]:
     if len(access.operands) < 2 or all(x.property != "sum" for x in access.letters):
         return []
     return [tuple({x.factor.root(): x.factor for x in access.letters}.values())]
+
+
+def passes_of(choice: Choice) -> float:
+    """An operator forward and backward, in forwards: the backward of a product is one for each operand that learns, two
+    at most; of another it is two, for it reads a gradient and writes one."""
+    assert choice.access is not None
+    learns = [y for o, y in zip(choice.access.operands, choice.learns, strict=True) if not o.added]
+    if not choice.grad or not any(choice.learns):
+        return 1.0
+    return 1.0 + (min(2, sum(learns)) if products_of(choice) else 2)
 
 
 def flops_of(letters: Dims, strategy: Strategy) -> float:

@@ -32,6 +32,7 @@ class Choice:
     dtypes: tuple[torch.dtype, ...]
     grad: bool
     access: Access | None = None
+    learns: tuple[bool, ...] = ()  # to which operands a gradient comes, in a call like the example
     weight: bool = False
     free: bool = False  # a constant or an input: no work
     forbidden: frozenset[int] = frozenset()  # of a weight that is loaded for another program
@@ -90,7 +91,7 @@ def key(layout: Layout, dims: Dims, grad: bool) -> Key:
 def build(program: Program, d: Description, n: int) -> Problem:
     """Choices and edges of a program on an axis of `n` ranks."""
     splits = candidate_splits(d, n)
-    grads = program.differentiable()
+    grads, asked = program.differentiable(), program.differentiable(asked=True)
     by_atom: dict[Factor, list[Split]] = {}
     for split in splits:
         for f in split.factors:
@@ -123,6 +124,7 @@ def build(program: Program, d: Description, n: int) -> Problem:
                 _dtypes(node) if access.results else (),
                 grad,
                 access,
+                tuple(o.node in asked for o in access.operands),
             )
     output = next(iter(reversed(program.graph.nodes)))
     choices[output] = _output(output, d)

@@ -82,7 +82,7 @@ class Step:
     node: fx.Node
     flops: Amount
     nbytes: Amount
-    passes: float  # 3 where gradients flow: the backward of a product is two products
+    passes: float  # 3 where gradients flow: the backward of a product is two products (prices.py)
     launches: float
     transfers: tuple[tuple[str, Amount], ...]  # collectives before it, forward and backward
     value: Amount  # bytes of its result, which may cross a cut; a tuple's are counted by its parts
@@ -228,7 +228,7 @@ class _Counter:
         if choice is None or choice.access is None:
             return Step(node, Amount(), Amount(), 0.0, 0.0, (), Amount(), Amount(), Amount())
         strategy = self.flow.strategies[node]
-        passes = 3.0 if choice.grad else 1.0
+        passes = prices.passes_of(choice)
         value, view = self._value(choice, strategy), is_view(node)
         return Step(
             node,
