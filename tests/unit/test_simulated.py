@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 import plait
+from plait.capture import capture
+from plait.cluster import Cluster
+from plait.plan import planner
 from plait.plan.plan import Plan
 from plait.timeline import Timeline
 
@@ -86,6 +89,8 @@ def test_the_way_back_computes_what_learns(asks: bool, first: int) -> None:
     times = plait.plan(model, (x,), tp=1, training=True, cluster="loopback[1]").times
     back = [backward / forward for _, forward, backward in times]
     assert [round(b) for b in back] == [first, 2, 1, 2]
+    laid = planner.lay(capture(model, (x,), training=True), planner.Options(1, Cluster.parse("loopback[1]")))
+    assert [bool(step.kept(1.0)) for step in laid.whole.steps] == [True, True, False, True]
     model.requires_grad_(False)
     times = plait.plan(model, (x,), tp=1, training=True, cluster="loopback[1]").times
     assert [round(backward / forward) for _, forward, backward in times] == [int(asks)] * 4

@@ -257,6 +257,15 @@ def passes_of(choice: Choice) -> float:
     return 1.0 + (min(2, sum(learns)) if products_of(choice) else 2)
 
 
+def kept_by(choice: Choice) -> set[fx.Node]:
+    """The operands whose values its backward reads: in a product those beside one that learns."""
+    assert choice.access is not None
+    factors = [(o.node, y) for o, y in zip(choice.access.operands, choice.learns, strict=True) if not o.added]
+    if not products_of(choice):
+        return {o.node for o in choice.access.operands} if any(choice.learns) else set()
+    return {x for i, (x, _) in enumerate(factors) if any(y for j, (_, y) in enumerate(factors) if j != i)}
+
+
 def flops_of(letters: Dims, strategy: Strategy) -> float:
     """Multiplications and additions of one product on the busiest rank."""
     cut = [f for f in letters if _cuts(strategy, f)]

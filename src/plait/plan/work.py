@@ -8,7 +8,8 @@ batch prices every number of micro-batches:
                + (1 - 1 / M) * 3 * gradients / bandwidth     M micro-batches: all but one add to the weights' gradients
 
 What is kept for the backward follows from the equations too: an operator that is linear in all its
-operands together (an addition, a view) keeps nothing, every other one its operands, once each.
+operands together (an addition, a view) keeps nothing, every other one its operands, once each; a product keeps of
+them what another's gradient is made of: nothing of the data beside a frozen weight.
 """
 
 from __future__ import annotations
@@ -330,10 +331,11 @@ class _Counter:
             access = self.flow.description.accesses.get(node)
             if node not in self.flow.grads or access is None or _linear(access) or is_view(node):
                 continue
+            read = prices.kept_by(self.problem.choices[node])
             for edge in self.flow.into[node]:
                 source = _root(edge.source)
                 key = source, edge.need
-                if key not in seen and source.name not in weights and source.op != "get_attr":
+                if edge.source in read and key not in seen and source.name not in weights and source.op != "get_attr":
                     seen.add(key)
                     nbytes = _value_bytes(edge) * _share(edge.dims, edge.need)
                     more = Amount.of(nbytes, self.moves(edge.source))
