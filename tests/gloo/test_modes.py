@@ -531,3 +531,18 @@ def test_one_order_of_collectives_for_all(pool: Pool, name: str) -> None:
     lists = pool.run(sites, 4, name)
     assert lists[0]
     assert all(other == lists[0] for other in lists)
+
+
+def odd_input(group: Any, kind: str) -> Any:
+    x = torch.randn(4, 6)
+    compiled = plait.compile(torch.nn.Linear(6, 8), (x,), tp=dist.get_world_size(group), group=group)
+    return compiled(x.to_sparse() if kind == "sparse" else x.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("sparse", "of layout sparse_coo: pass a plain"), ("meta", "without values")]
+)
+def test_inputs_without_strides_or_values_are_refused_on_each_call(pool: Pool, kind: str, words: str) -> None:
+    for failure in pool.errors(odd_input, 2, kind):
+        assert "args[0]" in failure.message
+        assert words in failure.message

@@ -263,7 +263,7 @@ def told(error: BaseException) -> str:
     """An error in the user's own code: the line, the class and what it says."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{spell(error.filename, error.lineno or 0)}{type(error).__name__}: {error.msg}"
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line.replace("FakeTensor", "Tensor") for line in str(error).splitlines() if line.strip()]
     place = user_line(error) or _module_line(error)
     return f"{place}{type(error).__name__}: {lines[0] if lines else ''}"
 

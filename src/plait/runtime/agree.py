@@ -175,6 +175,8 @@ def facts(leaf: Any, contents: bool = False) -> str:
     said = f"{tuple(leaf.shape)} {leaf.dtype}"
     if leaf.is_meta:
         return said + " on meta"
+    if leaf.layout is not torch.strided:
+        return f"{said} {leaf.layout}"
     return f"{said}, contents {_digest(leaf)}" if contents else said
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from plait.capture.call import TARGET, resolved
 from plait.capture.join import shapes
 from plait.capture.loss import NO_LOSS, Loss
+from plait.capture.refuse import refuse_inputs
 from plait.capture.state import State
 from plait.errors import InputError, NotYetError
 from plait.passes.microbatch import MOST
@@ -83,7 +84,7 @@ class Compiled(nn.Module):
         self, executable: Any, leaves: Sequence[Any], what: str, call: Callable[..., Any] | None = None
     ) -> Any:
         agreement = self._agreement
-        _refuse_meta(executable.program, leaves)
+        _refuse_odd(executable.program, leaves)
         holdings, transport = self._holdings, self._holdings.transport
         with agreement.guard(what), transport.in_order(), self._follower.casts_off():
             seed = self._seed() if executable.local.seeded else torch.zeros(0)
@@ -316,8 +317,10 @@ class Compiled(nn.Module):
         )
 
 
-def _refuse_meta(program: Program, leaves: Sequence[Any]) -> None:
-    pairs = zip(leaves, program.inputs, strict=True)
-    empty = [i.path for x, i in pairs if isinstance(x, Tensor) and x.is_meta]
+def _refuse_odd(program: Program, leaves: Sequence[Any]) -> None:
+    tensors = [(i.path, x) for x, i in zip(leaves, program.inputs, strict=True) if isinstance(x, Tensor)]
+    if any(x.layout is not torch.strided or x.is_nested for _, x in tensors):
+        refuse_inputs(tensors)
+    empty = [path for path, x in tensors if x.is_meta]
     if empty:
         raise InputError(f"{', '.join(empty)}: on the meta device, and without values")
