@@ -255,7 +255,7 @@ def distributed(x: Tensor) -> Tensor:
         (packed, r"`rows = nn\.utils\.rnn\.pack.*`: .* give the layer the padded rows"),
         (listed, r"`y: Tensor = x \* torch\.tensor\(.*`: .* join them with torch\.stack"),
         (filled, r"torch\.full\(.*`: a Python number is wanted here"),
-        (generated, r"randn.* at .*: is given an object that a graph cannot keep .* torch\.manual_seed"),
+        (generated, r"randn.*: is given an object that a graph cannot keep .* torch\.manual_seed"),
         (distributed, r"torch\.distributions.*`: .* validate_args=False"),
         (given_values, r"`x\.data = x \* 2`: gives a tensor other values"),
         (hooked, r"`x\.register_hook\(.*`: the hook on a gradient would be left out"),

@@ -85,7 +85,12 @@ class Judged(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if i % 3 == 0 else pytest.mark.full) for i, n in enumerate(LOSSES)]
+    "name",
+    [
+        pytest.param(n, marks=() if i % 3 == 0 else pytest.mark.full)
+        for i, n in enumerate(LOSSES)
+        if n != "of states" or torch.__version__ >= "2.12"  # older ones run an LSTM whole
+    ],
 )
 def test_terms_of_uneven_pieces_add_up(name: str) -> None:
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from plait.capture.blocks import Blocks
 from plait.capture.call import Call
 from plait.capture.export import Export
-from plait.capture.refuse import SIZED_BY_VALUES, traced_place
+from plait.capture.refuse import OBJECT, SIZED_BY_VALUES, traced_place
 from plait.capture.splice import Splice
 from plait.errors import CaptureError
 from plait.program import Mutation, Output, Program, Size, Weight, WeightKind
@@ -274,10 +274,7 @@ def _refuse_objects(exported: ExportedProgram) -> None:
     users = [n for n in exported.graph.nodes if any(x.name in objects for x in n.all_input_nodes)]
     if users:
         found = ", ".join(f"{n.target} at {traced_place(n)}" for n in users)
-        raise CaptureError(
-            f"{found}: is given an object that a graph cannot keep (a torch.Generator: leave it out, and seed "
-            "with torch.manual_seed)"
-        )
+        raise CaptureError(f"{found}: {OBJECT}")
 
 
 def _refuse_sizes_of_values(graph: fx.Graph) -> None:

@@ -225,6 +225,8 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
         )
     if "Constraints violated" in text:
         return _constraints(text, places)
+    if "torch._C.Generator" in text:  # torch 2.11 says it here
+        return f"{place}{OBJECT}"
     if "DynamicOutputShape" in type(error).__name__:
         return f"{place}{text.strip()}: {SIZED_LOSS if 'loss' in text else SIZED_BY_VALUES}"
     if "got FakeTensor" in text or "not FakeTensor" in text:
@@ -253,6 +255,9 @@ SIZED_BY_VALUES = (
     "mask what does not count (torch.where), or pass it as a Python number"
 )
 
+OBJECT = (
+    "is given an object that a graph cannot keep (a torch.Generator: leave it out, and seed with torch.manual_seed)"
+)
 SIZED_LOSS = (
     "a size that it needs depends on the values of a tensor, which is not supported: compute the loss on the "
     "outputs of the compiled model"

@@ -254,7 +254,7 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
     touched = {x.property for x in access.letters if split.touches(x.factor)}
     if access.fused is not None and split.dim(access.result) is not None:
         return repeat
-    if node.target in COUNTED:
+    if any(map(split.touches, access.counts)):
         return counted
     if "stat" in touched:
         return STATISTICS[str(node.target).split(".")[1].strip("_")]
@@ -265,9 +265,6 @@ def expansion(node: fx.Node, access: Access, strategy: Strategy) -> Expansion | 
     return None
 
 
-COUNTED = (
-    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default
-)  # fmt: skip
 STATISTICS: dict[str, Expansion] = {
     "softmax": softmax,
     "log_softmax": softmax,

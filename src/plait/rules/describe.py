@@ -55,6 +55,7 @@ class Access:
 
     `so_far`: (operand, dim) of a prefix: a chunk reads these dims from row 0 to its own last row.
     `products`: the letters of each matrix product that the operator is, where it is not one of its own letters.
+    `counts`: factors whose rows a constant among the operands counts, 0, 1, ...: another share counts its own.
     """
 
     operands: tuple[Operand, ...]
@@ -66,6 +67,7 @@ class Access:
     reason: str = ""  # why the operator runs whole
     so_far: tuple[tuple[int, int], ...] = ()
     products: tuple[Dims, ...] = ()
+    counts: tuple[Factor, ...] = ()
 
     @property
     def result(self) -> Dims:

@@ -69,6 +69,11 @@ class Picks:
         binder.bind([name for name, _ in named], tuple(f for _, f in named))
 
     @property
+    def counted(self) -> tuple[Factor, ...]:
+        """The dims that are read row by row, by an index that counts them."""
+        return tuple(f for name, f in zip(self.names, self.x.dims, strict=True) if name[:1] == "i")
+
+    @property
     def by_value(self) -> list[Factor]:
         """The dims that are picked from."""
         return [f for name, f in zip(self.names, self.x.dims, strict=True) if not name]
@@ -90,7 +95,7 @@ def index(d: Describer, node: fx.Node) -> Access:
     picks.bind(binder)
     result = binder.result(list(picks.inner), d.sizes(node))
     letters = (*binder.letters({}), *(Letter(f, "whole", "indexed by value") for f in picks.by_value))
-    return Access((picks.x, *picks.indices), (result,), letters, ((0,),))
+    return Access((picks.x, *picks.indices), (result,), letters, ((0,),), counts=picks.counted)
 
 
 def gather(d: Describer, node: fx.Node) -> Access:
@@ -174,7 +179,8 @@ def index_put(d: Describer, node: fx.Node) -> Access:
     letters = binder.letters({name: "whole" for name in rows if name not in picks.names})
     written = (Letter(f, "whole", WRITTEN) for f in (*picks.by_value, *loose))
     carries = ((0, 1 + len(picks.indices)),)
-    return Access((picks.x, *picks.indices, values), (result,), (*letters, *written), carries)
+    operands = (picks.x, *picks.indices, values)
+    return Access(operands, (result,), (*letters, *written), carries, counts=picks.counted)
 
 
 def assign(d: Describer, node: fx.Node) -> Access:

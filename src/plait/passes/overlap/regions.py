@@ -146,7 +146,7 @@ def chunkable(access: Access, strategy: Strategy, chunk: Split) -> bool:
         return False
     if "prefix" in touched and not _begins_at_row_0(access, chunk):
         return False
-    if access.fused is not None and any(chunk.touches(f) for f in access.fused):
+    if any(map(chunk.touches, (*(access.fused or ()), *access.counts))):
         return False
     so_far = set(access.so_far)
     values = [
