@@ -173,3 +173,28 @@ def test_what_cannot_be_is_refused_on_every_rank(
     for failure in pool.errors(refused, 2, str(tmp_path), what):
         assert isinstance(failure.error, kind), failure.traceback
         assert re.search(words, failure.message), failure.message
+
+
+def some_without(group: Any, folder: str, forgets: bool) -> list[str]:
+    """Saved and read by stages of which the last alone learns."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)).double()
+    model[0].requires_grad_(forgets)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    parts = plait.compile(model, (x,), pp=2, training=True, group=group, measure=False, micro_batches=2)
+    mine = [p for p in parts.parameters() if p.requires_grad]
+    last = any(name.startswith("2.") for name, _ in parts.named_parameters())
+    optimizer = torch.optim.AdamW(mine) if mine and (last or not forgets) else None
+    parts.step(x, loss_fn=torch.sum)
+    if optimizer is not None:
+        optimizer.step()
+    parts.save(folder, optimizer)
+    parts.load(folder, optimizer)
+    return [key for state in optimizer.state.values() for key in state] if optimizer is not None else []
+
+
+def test_a_stage_that_learns_nothing_has_no_optimizer_to_save(pool: Pool, tmp_path: Path) -> None:
+    first, last = pool.run(some_without, 2, str(tmp_path / "a"), False)
+    assert not first
+    assert last
+    for failure in pool.errors(some_without, 2, str(tmp_path / "b"), True):
+        assert "save: other ranks give an optimizer, this one none for 0.weight, 0.bias" in failure.message

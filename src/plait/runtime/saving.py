@@ -70,13 +70,16 @@ def save(
     """All ranks write; rank 0 writes the index when all have."""
     pieces: dict[str, Piece] = {}
     told: dict[str, Any] = {}
+    every = any(agreement.tell("save", optimizer is not None))
     with agreement.step("save"):
         for h in held:
             pieces |= _named(MODEL + h.weight.name, h.piece(h.value))
         if optimizer is not None:
             told, states = _states(held, optimizer)
             pieces |= states
-    groups = _merged(agreement.tell("save", told)) if optimizer is not None else None
+        elif every and (left := [h.weight.name for h in held if h.value.requires_grad]):
+            raise InputError(f"save: other ranks give an optimizer, this one none for {', '.join(left)}")
+    groups = _merged([t for t in agreement.tell("save", told) if t]) if every else None
     save = agreement.tell("save", sharded.number(folder))[0]
     with agreement.step("save"):
         file = sharded.write_shard(folder, save, rank, pieces)

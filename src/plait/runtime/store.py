@@ -80,7 +80,7 @@ class Store:
         with agreement.step("save"):
             checkpoint.prepare(folder, makes=self.holdings.first)
             saving.check(optimizer)
-        if shards or optimizer is not None:
+        if any(agreement.tell("save", shards or optimizer is not None)):  # a stage may have nothing to optimize
             with torch.no_grad():
                 saving.save(Path(folder), self._held(), optimizer, agreement, agreement.rank)
             return
