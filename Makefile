@@ -18,12 +18,8 @@ test: lint unit lockstep gloo
 
 # The full matrix, its result in tests/full.md; FILES="tests/gloo/test_zoo.py ..." for a part of it.
 FILES ?= tests/unit tests/lockstep tests/gloo
-SINGLE = $(filter-out tests/gloo%,$(FILES))
-SEVERAL = $(filter tests/gloo%,$(FILES))
-ALL     = -m "not gpu" -q --summary tests/full.md
 test-all: lint
-	$(if $(SINGLE),$(PYTEST) $(SINGLE) $(ALL) $(SPREAD),true); single=$$?; \
-	$(if $(SEVERAL),$(PYTEST) $(SEVERAL) $(ALL) $(SPREAD),true) && exit $$single
+	$(PYTEST) $(FILES) -m "not gpu" -q --summary tests/full.md $(SPREAD)
 
 lint: install
 	$(BIN)/ruff check .

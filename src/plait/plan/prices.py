@@ -250,20 +250,24 @@ def products_of(choice: Choice) -> list[Dims]:
 def passes_of(choice: Choice) -> float:
     """An operator forward and backward, in forwards: the backward of a product is one for each operand that learns, two
     at most; of another it is two, for it reads a gradient and writes one."""
-    assert choice.access is not None
-    learns = [y for o, y in zip(choice.access.operands, choice.learns, strict=True) if not o.added]
     if not choice.grad or not any(choice.learns):
         return 1.0
-    return 1.0 + (min(2, sum(learns)) if products_of(choice) else 2)
+    return 1.0 + (min(2, sum(learns for _, learns in _factors(choice))) if products_of(choice) else 2)
 
 
 def kept_by(choice: Choice) -> set[fx.Node]:
     """The operands whose values its backward reads: in a product those beside one that learns."""
     assert choice.access is not None
-    factors = [(o.node, y) for o, y in zip(choice.access.operands, choice.learns, strict=True) if not o.added]
     if not products_of(choice):
         return {o.node for o in choice.access.operands} if any(choice.learns) else set()
+    factors = _factors(choice)
     return {x for i, (x, _) in enumerate(factors) if any(y for j, (_, y) in enumerate(factors) if j != i)}
+
+
+def _factors(choice: Choice) -> list[tuple[fx.Node, bool]]:
+    """What a product multiplies, and whether it learns; not what is added to it."""
+    assert choice.access is not None
+    return [(o.node, learns) for o, learns in zip(choice.access.operands, choice.learns, strict=True) if not o.added]
 
 
 def flops_of(letters: Dims, strategy: Strategy) -> float:
