@@ -45,9 +45,12 @@ def one(name: str) -> dict[str, Any]:
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != here]
     import torch
     import torch._dynamo
+    import torch.export._trace
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import plait
+    import plait.capture.export
+    import plait.capture.lower
 
     shape, asked, rows, _, _ = CASES[name]
     config = LlamaConfig(

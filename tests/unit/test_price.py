@@ -14,7 +14,7 @@ from plait.cluster.published import CROSSINGS, TABLES, table
 from plait.cluster.software import SHARED, STEPWISE, transports
 from plait.collectives.algorithms import build, names
 from plait.collectives.schedule import COLLECTIVES, Spec
-from plait.cost import fitting
+from plait.cost import fitting, reading
 from plait.cost.comm import choose, price
 from plait.cost.fitting import cluster_of, errors, fit_table, held_out, lost, unseen
 from plait.cost.flow import flow_of
@@ -124,6 +124,33 @@ def test_every_price_is_monotone_and_not_below_its_bound(machine, collective, si
             assert found.seconds >= before.get(found.algorithm, 0.0)
             assert found.seconds >= found.bound_seconds * (1 - 1e-9)
             before[found.algorithm] = found.seconds
+
+
+@settings(max_examples=60)
+@given(
+    cluster=st.sampled_from(MACHINES).map(Cluster.parse) | st.integers(2, 12).map(plain),
+    collective=st.sampled_from(COLLECTIVES),
+    nbytes=st.floats(0, 36).map(lambda x: 2**x),
+    deterministic=st.booleans(),
+)
+def test_the_cheapest_is_found_without_marching_through_all(cluster, collective, nbytes, deterministic):
+    for by in cluster.transports:
+        asked = {"transport": by.name, "deterministic": deterministic}
+        try:
+            found = choose(collective, nbytes, cluster.ranks, cluster, **asked)
+        except CollectiveError:
+            continue  # it runs none there
+        assert price(collective, nbytes, cluster.ranks, cluster, **asked) == found.winner
+        own = [p for p in found.prices if p.algorithm == "native" and p.seconds <= 1.5 * found.winner.seconds]
+        assert price(collective, nbytes, cluster.ranks, cluster, **asked, noise=1.5) == (*own, found.winner)[0]
+
+
+def test_pieces_that_cannot_pay_do_not_march(monkeypatch):
+    marched = []
+    march = reading.envelope_of
+    monkeypatch.setattr(reading, "envelope_of", lambda spec, *a: marched.append(spec) or march(spec, *a))
+    price("all_gather", 8, range(7), plain(7))  # every hop counts, and no byte
+    assert marched and {spec.pieces for spec in marched} == {1}
 
 
 @settings(max_examples=30)

@@ -115,9 +115,10 @@ def _converter(model: nn.Module) -> Callable[..., nn.Module]:
 def _drop_from_caches() -> None:
     """Where the model is called later, or traced once more, it makes these tensors anew."""
     for module in list(sys.modules.values()):
+        if not is_user_file(getattr(module, "__file__", None) or "<string>"):
+            continue
         values = [x for name, x in vars(module).items() if name != "__builtins__"]
-        makes_tensors = any(x is torch or x is Tensor or x is nn for x in values)
-        if not makes_tensors or not is_user_file(getattr(module, "__file__", None) or "<string>"):
+        if not any(x is torch or x is Tensor or x is nn for x in values):
             continue
         own = [x for x in values if isinstance(x, type) and x.__module__ == module.__name__]
         for value in (*values, *(v for cls in own for v in vars(cls).values())):

@@ -19,7 +19,7 @@ from functools import lru_cache
 from plait.cluster import Cluster
 from plait.cluster.units import spell_seconds, spell_size
 from plait.collectives.schedule import COLLECTIVES
-from plait.cost.reading import Reading, readings
+from plait.cost.reading import Reading, cheapest, readings
 from plait.errors import CollectiveError
 
 
@@ -81,16 +81,19 @@ def price(
     *,
     transport: str | None = None,
     root: int = 0,
+    deterministic: bool = False,
+    noise: float = 1.0,
 ) -> Price:
     """The price of one collective of `nbytes`: the whole vector, or of all_to_all one rank's part.
 
     `ranks` are ranks of the cluster (one, or the name of a preset), in the order of the group. `algorithm` is a name, a
     schedule's spelling (`ring[8]/4`), or None for the cheapest. Of a name, the cheapest number of
-    pieces is taken.
+    pieces is taken. `deterministic` as in `choose`; what is within `noise` times the cheapest gives way to a
+    library's own form.
     """
-    return choose(
-        collective, nbytes, ranks, cluster, algorithm=algorithm, transport=transport, root=root
-    ).winner
+    part, found = _found(collective, nbytes, ranks, cluster, deterministic, algorithm, transport, root)
+    name, reading = cheapest(found, nbytes, _rate(part), noise)
+    return _price(name, reading, nbytes, reading.seconds(nbytes))
 
 
 def choose(
@@ -109,31 +112,47 @@ def choose(
     `deterministic` leaves out what chooses its order of addition by size or timing by itself:
     `native`.
     """
+    _, found = _found(collective, nbytes, ranks, cluster, deterministic, algorithm, transport, root)
+    best: dict[str, Price] = {}
+    for name, reading in found:
+        seconds = reading.seconds(nbytes)
+        if name not in best or seconds < best[name].seconds:
+            best[name] = _price(name, reading, nbytes, seconds)
+    return Choice(tuple(sorted(best.values(), key=lambda p: (p.seconds, p.algorithm != "native"))))
+
+
+def _found(
+    collective: str,
+    nbytes: float,
+    ranks: Sequence[int],
+    cluster: Cluster | str,
+    deterministic: bool,
+    algorithm: str | None,
+    transport: str | None,
+    root: int,
+) -> tuple[Cluster, Sequence[tuple[str, Reading]]]:
+    """The part of the cluster that the ranks are, and what it can run."""
     cluster = Cluster.of(cluster)
     _check(collective, nbytes, ranks, cluster)
     part = _part(cluster, tuple(ranks))
-    best: dict[str, Price] = {}
-    for name, found in readings(collective, part, algorithm, transport, root):
-        if deterministic and name == "native":
-            continue
-        seconds = found.seconds(nbytes)
-        if name not in best or seconds < best[name].seconds:
-            best[name] = _price(name, found, nbytes, seconds)
-    if not best:
+    found = readings(collective, part, algorithm, transport, root)
+    if deterministic:
+        found = tuple(pair for pair in found if pair[0] != "native")
+    if not found:
         raise CollectiveError(
             f"{cluster.name} runs no {f'{algorithm!r}' if algorithm else 'algorithm'} for {collective} "
             f"on {len(ranks)} ranks"
             f"{f' by {transport}' if transport else ''}; it runs "
             + ", ".join(dict.fromkeys(n for n, _ in readings(collective, part, None, None, root)))
         )
-    return Choice(tuple(sorted(best.values(), key=lambda p: (p.seconds, p.algorithm != "native"))))
+    return part, found
 
 
 def _price(algorithm: str, found: Reading, nbytes: float, seconds: float) -> Price:
     return Price(
         seconds=seconds,
         algorithm=algorithm,
-        bytes_per_rank=found.sent * nbytes,
+        bytes_per_rank=found.path.sent * nbytes,
         bound_seconds=found.bound(nbytes),
         collective=found.collective,
         nbytes=nbytes,
@@ -141,6 +160,12 @@ def _price(algorithm: str, found: Reading, nbytes: float, seconds: float) -> Pri
         transport=found.transport,
         detail=found.detail,
     )
+
+
+@lru_cache(maxsize=1024)
+def _rate(part: Cluster) -> float:
+    """Bytes a second of the fastest port."""
+    return max((link.bandwidth * link.share for link in part.links), default=1.0)
 
 
 @lru_cache(maxsize=1024)

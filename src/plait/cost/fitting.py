@@ -54,7 +54,7 @@ def fit_table(table: Table) -> tuple[Fit, Cluster]:
     reading = readings(table.collective, replace(cluster, transports=(alone,)), table.algorithm)[0][
         1
     ]
-    result = fit(table.rows, [(reading.latency + a, b) for a, b in reading.lines], table.name)
+    result = fit(table.rows, [(reading.latency + a, b) for a, b in reading.path.lines], table.name)
     if table.form:
         fitted = replace(transport, internal=tuple((table.form, p) for p in result.protocols))
     else:

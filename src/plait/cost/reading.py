@@ -5,14 +5,16 @@
 
 A reading has no size in it, so that it is made once and asked often: the lines of a schedule's
 march (march.py) or of a library's own form (native.py), and the protocol whose constants turn
-them into seconds.
+them into seconds. A schedule marches when it is first asked: `cheapest` leaves out most of those
+in many pieces, whose marches are the long ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
+from math import inf
 
 from plait.cluster import Cluster, Level, Protocol, Transport
 from plait.cluster.transport import moved
@@ -25,6 +27,15 @@ from plait.cost.native import form
 
 
 @dataclass(frozen=True)
+class Path:
+    """What of a way to run a collective is known without a protocol's constants."""
+
+    lines: tuple[tuple[float, float], ...] = ()  # of the march: latency, seconds a byte
+    steps: int = 0
+    sent: float = 0.0  # bytes sent by the busiest rank, per byte of the size
+
+
+@dataclass(frozen=True, eq=False)
 class Reading:
     """One way to run a collective: seconds as a function of the size."""
 
@@ -33,30 +44,71 @@ class Reading:
     transport: str
     detail: str
     latency: float
-    lines: tuple[tuple[float, float], ...]  # of the march: latency, seconds a byte
+    march: Callable[[], Path]
     protocol: Protocol
-    steps: int
-    sent: float  # bytes sent by the busiest rank, per byte of the size
     floor: tuple[float, float]  # the bound: seconds, seconds a byte
+    pieces: int = 1
+
+    @cached_property
+    def path(self) -> Path:
+        return self.march()
 
     @property
     def start(self) -> float:
         """Seconds of the hops of a vector with no bytes."""
-        return max((a for a, _ in self.lines), default=0.0)
+        return max((a for a, _ in self.path.lines), default=0.0)
 
     def moving(self, nbytes: float) -> float:
         """Seconds that its bytes add."""
-        return max((a + b * nbytes for a, b in self.lines), default=0.0) - self.start
+        return max((a + b * nbytes for a, b in self.path.lines), default=0.0) - self.start
 
     def seconds(self, nbytes: float) -> float:
         if nbytes <= 0 or self.n == 1:
             return 0.0
-        return (
-            self.latency + self.start + float(moved(self.moving(nbytes), self.protocol, self.steps))
-        )
+        moving = float(moved(self.moving(nbytes), self.protocol, self.path.steps))
+        return self.latency + self.start + moving
+
+    def least(self, nbytes: float, rate: float) -> float:
+        """Seconds below which no number of pieces comes, at `rate` bytes a second of a port."""
+        moving = self.path.sent * nbytes / (rate * self.protocol.share) - self.protocol.window
+        return self.latency + max(self.start, moving)
 
     def bound(self, nbytes: float) -> float:
         return 0.0 if nbytes <= 0 or self.n == 1 else max(self.floor[0], self.floor[1] * nbytes)
+
+
+def cheapest(
+    found: Sequence[tuple[str, Reading]], nbytes: float, rate: float, noise: float = 1.0
+) -> tuple[str, Reading]:
+    """The one with the fewest seconds, or a library's own form where that takes no more than `noise` times
+    as many. `rate`: bytes a second of the fastest port.
+
+    Pieces add hops and take no bytes away: what is too slow for its hops or for its bytes alone is so in any
+    number of pieces, and where a few do not pay, more do not.
+    """
+    families: list[list[Reading]] = []
+    latest: dict[tuple[str, str, Protocol], list[Reading]] = {}
+    for name, one in found:
+        key = (name, one.transport, one.protocol)
+        if one.pieces == 1 or key not in latest:
+            latest[key] = []
+            families.append(latest[key])
+        latest[key].append(one)
+    seconds = {one: one.seconds(nbytes) for one, *_ in families}
+    best = min(seconds.values())
+    native = min((seconds[one] for name, one in found if name == "native"), default=inf)
+    for one, *more in families:
+        last = seconds[one]
+        if more and one.least(nbytes, rate) < min(best, native / noise):
+            for other in more:
+                seconds[other] = other.seconds(nbytes)
+                if seconds[other] >= last:
+                    break
+                last = seconds[other]
+            best = min(best, last)
+    ours = native <= noise * best
+    asked = [pair for pair in found if pair[1] in seconds and (pair[0] == "native") >= ours]
+    return min(asked, key=lambda pair: seconds[pair[1]])
 
 
 @lru_cache(maxsize=4096)
@@ -108,8 +160,9 @@ def _measured(
         else:
             alone = _stepwise(spec, cluster, replace(bare, fused=True), BARE)
         for p in protocols:
-            lines = tuple((a, b / p.share) for a, b in alone.lines)
-            by_p = replace(alone, latency=by.launch + p.base, lines=lines, protocol=p)
+            by_p = replace(
+                alone, latency=by.launch + p.base, march=partial(_shared, alone, p.share), protocol=p
+            )
             found.append((spec.algorithm, replace(by_p, detail=spelling)))
     return found
 
@@ -118,7 +171,7 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
     limit = bound(collective, cluster)
     if cluster.size == 1 and by.internal:
         yield Reading(
-            collective, 1, by.name, "nothing", 0.0, (), by.internal[0][1], 0, 0.0, (0.0, 0.0)
+            collective, 1, by.name, "nothing", 0.0, Path, by.internal[0][1], (0.0, 0.0)
         )
     for name, protocol in by.internal:
         made = form(name, collective, cluster)
@@ -133,19 +186,18 @@ def _natives(collective: Collective, cluster: Cluster, by: Transport) -> Iterato
                 made.hops, _at_once(cluster.hardware), cluster.levels, strict=True
             )
         )
+        lines = (
+            (hop, made.load / protocol.share),
+            (hop, made.adding / (protocol.share * protocol.adding)),
+        )
         yield Reading(
             collective,
             cluster.size,
             by.name,
             f"{name}/{protocol.name}",
             by.launch + protocol.base,
-            (
-                (hop, made.load / protocol.share),
-                (hop, made.adding / (protocol.share * protocol.adding)),
-            ),
+            partial(Path, lines, made.steps, made.sent),
             protocol,
-            made.steps,
-            made.sent,
             (limit.latency, limit.network if made.network else limit.slope),
         )
 
@@ -178,7 +230,6 @@ def _ordered(hardware: Cluster) -> bool:
 
 
 def _stepwise(spec: Spec, cluster: Cluster, by: Transport, protocol: Protocol) -> Reading:
-    shape = flow_of(spec)
     limit = bound(spec.collective, cluster)
     return Reading(
         spec.collective,
@@ -186,12 +237,22 @@ def _stepwise(spec: Spec, cluster: Cluster, by: Transport, protocol: Protocol) -
         by.name,
         str(spec),
         by.launch + protocol.base,
-        envelope_of(spec, cluster, by, protocol).lines if cluster.size > 1 else (),
+        partial(_marched, spec, cluster, by, protocol),
         protocol,
-        sum(1 for _ in shape.stages()),
-        shape.sent(),
         (limit.latency, limit.slope),
+        spec.pieces,
     )
+
+
+def _marched(spec: Spec, cluster: Cluster, by: Transport, protocol: Protocol) -> Path:
+    shape = flow_of(spec)
+    lines = envelope_of(spec, cluster, by, protocol).lines if cluster.size > 1 else ()
+    return Path(lines, sum(1 for _ in shape.stages()), shape.sent())
+
+
+def _shared(alone: Reading, share: float) -> Path:
+    """At a part of the line rate."""
+    return replace(alone.path, lines=tuple((a, b / share) for a, b in alone.path.lines))
 
 
 def _specs(

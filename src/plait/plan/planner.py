@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -12,7 +13,7 @@ from torch import fx
 
 from plait.cluster import Cluster
 from plait.cluster.software import LAUNCH
-from plait.cost.comm import choose
+from plait.cost.comm import price
 from plait.errors import LaidError, PlanError
 from plait.passes.chains import computes
 from plait.passes.microbatch import Batch
@@ -75,7 +76,7 @@ class Laid:
     program: Program
     description: Description
     problem: Problem
-    tied: Mapping[fx.Node, int]  # nodes that look alike
+    tied: dict[fx.Node, int]  # nodes that look alike
     strategies: dict[fx.Node, Strategy]
     grads: set[fx.Node]
     prices: CostPrices
@@ -95,7 +96,13 @@ class Laid:
         return self.whole if batch is None else self._work(batch)
 
     def _work(self, batch: Batch | None) -> works.Work:
-        return works.work(self.flow, self.problem, self.prices.rates, batch, self.prices.chained)
+        return works.work(self.flow, self.problem, self.tied, self.prices.rates, batch, self.prices.chained)
+
+    def alone(self) -> float:
+        """Seconds of the operators on one device; those that look alike are priced once."""
+        members = Counter(self.tied.values())
+        leaders = {c: self.problem.choices[node] for node, c in reversed(self.tied.items())}
+        return sum(n * self.prices.node(leaders[c], 0) for c, n in members.items() if not leaders[c].weight)
 
     def seconds(self) -> Iterator[float]:
         """Of every operator that runs by itself; the inside of a fused norm does not."""
@@ -255,22 +262,17 @@ def pick(options: Options, kind: str, nbytes: float, site: str = "") -> tuple[st
     wanted = options.algorithm
     if not isinstance(wanted, str):
         wanted = wanted.get(site, "auto")
-    found = choose(
+    best = price(
         kind,
         nbytes * options.crowd,
         range(options.tp),
         options.cluster,
-        deterministic=options.deterministic,
-        algorithm=None if wanted == "auto" else wanted,
+        None if wanted == "auto" else wanted,
         transport=options.cluster.transports[0].name,  # the process group's, which moves run on
+        deterministic=options.deterministic,
+        noise=NOISE,
     )
-    best = found.winner
-    if wanted != "auto":
-        return wanted, best.seconds
-    own = next((p for p in found.prices if p.algorithm == "native"), best)
-    if own.seconds <= NOISE * best.seconds:
-        best = own
-    return best.algorithm, best.seconds
+    return best.algorithm if wanted == "auto" else wanted, best.seconds
 
 
 def _hold(program: Program, problem: Problem, fixed: Held) -> None:
@@ -311,9 +313,7 @@ def _planned(laid: Laid, options: Options) -> Planned:
         if options.overlap == "auto" and not chosen:
             listed += owed.weigh(program, first, {p.name: p.seconds for p in placed}, machine)
     saved = sum(o.whole - o.seconds for o in listed) + sum(p.gain for p in packed)
-    choices = laid.problem.choices.values()
-    alone = sum(laid.prices.node(c, 0) for c in choices if not c.weight)
-    alone += sum(step.launches for step in work.steps) * rates.launch
+    alone = laid.alone() + sum(step.launches for step in work.steps) * rates.launch
     splits = {s.split.name: str(s.split) for s in strategies.values() if s.split is not None}
     plan = Plan(
         program=program.digest,

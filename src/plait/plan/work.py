@@ -15,7 +15,7 @@ them what another's gradient is made of: nothing of the data beside a frozen wei
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from operator import getitem
@@ -176,13 +176,15 @@ class Work:
 def work(
     flow: Flow,
     problem: Problem,
+    tied: Mapping[fx.Node, int],
     rates: Rates,
     batch: Batch | None,
     chained: frozenset[fx.Node] = frozenset(),
 ) -> Work:
-    """`batch`: how the batch would be cut, None where it cannot be. `chained`: parts of longer kernels."""
+    """`tied`: nodes that look alike. `batch`: how the batch would be cut, None where it cannot be. `chained`: parts
+    of longer kernels."""
     program = flow.program
-    counter = _Counter(flow, problem, batch, chained, rates.in_turn)
+    counter = _Counter(flow, problem, tied, batch, chained, rates.in_turn)
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     light = _light(flow)
     at = {n: i for i, n in enumerate(nodes)}
@@ -209,15 +211,40 @@ def work(
     )
 
 
+@dataclass(frozen=True)
+class _Size:
+    """FLOPs of an operator on the busiest rank; bytes of what it makes, and of each operand."""
+
+    flops: float
+    value: float
+    operands: tuple[float, ...]
+
+    @staticmethod
+    def of(choice: Choice, strategy: Strategy) -> _Size:
+        access = choice.access
+        assert access is not None
+        made = zip(choice.results, choice.dtypes, strategy.results, strict=True)
+        return _Size(
+            sum(prices.flops_of(letters, strategy) for letters in prices.products_of(choice)),
+            sum(prices.bytes_of(dims, dtype) * _share(dims, layout) for dims, dtype, layout in made),
+            tuple(
+                prices.bytes_of(o.dims, prices.dtype_of(o)) * prices.share_of(o.dims, strategy)
+                for o in access.operands
+            ),
+        )
+
+
 @dataclass
 class _Counter:
     """Counts one node's work from its equation, its strategy and its place in the batch."""
 
     flow: Flow
     problem: Problem
+    tied: Mapping[fx.Node, int]
     batch: Batch | None
     chained: frozenset[fx.Node]
     in_turn: bool  # a core computes, and moves bytes, in turn
+    _sizes: dict[int, _Size] = field(default_factory=dict)
 
     def moves(self, node: fx.Node) -> bool:
         """Whether the value holds rows of the batch."""
@@ -230,11 +257,12 @@ class _Counter:
             return Step(node, Amount(), Amount(), 0.0, 0.0, (), Amount(), Amount(), Amount())
         strategy = self.flow.strategies[node]
         passes = prices.passes_of(choice)
-        value, view = self._value(choice, strategy), is_view(node)
+        size, view = self._size(choice, strategy), is_view(node)
+        value = Amount.of(size.value, self.moves(node))
         return Step(
             node,
-            self._flops(choice, strategy),
-            Amount() if view else self._bytes(choice, strategy),
+            self._flops(node, size),
+            Amount() if view else self._bytes(choice, size, value),
             passes,
             passes if not view and writes(node, self.chained) else 0.0,
             tuple(self._transfers(node)),
@@ -257,11 +285,15 @@ class _Counter:
     def _placeholders(self) -> dict[str, fx.Node]:
         return {n.name: n for n in self.flow.program.graph.nodes if n.op == "placeholder"}
 
-    def _flops(self, choice: Choice, strategy: Strategy) -> Amount:
-        found = self.batch.strategies.get(choice.node) if self.batch is not None else None
-        moves = found is not None and found.split is not None
-        total = sum(prices.flops_of(letters, strategy) for letters in prices.products_of(choice))
-        return Amount.of(total, moves)
+    def _size(self, choice: Choice, strategy: Strategy) -> _Size:
+        alike = self.tied[choice.node]
+        if alike not in self._sizes:
+            self._sizes[alike] = _Size.of(choice, strategy)
+        return self._sizes[alike]
+
+    def _flops(self, node: fx.Node, size: _Size) -> Amount:
+        found = self.batch.strategies.get(node) if self.batch is not None else None
+        return Amount.of(size.flops, found is not None and found.split is not None)
 
     def _functions(self, choice: Choice, strategy: Strategy) -> Amount:
         seconds = FUNCTIONS.get(choice.node.target, 0.0) if self.in_turn else 0.0
@@ -270,27 +302,15 @@ class _Counter:
         elements = prod(f.extent for f in choice.results[0]) * _share(choice.results[0], strategy.results[0])
         return Amount.of(seconds * elements, self.moves(choice.node))
 
-    def _bytes(self, choice: Choice, strategy: Strategy) -> Amount:
-        access = choice.access
+    def _bytes(self, choice: Choice, size: _Size, value: Amount) -> Amount:
+        access, node = choice.access, choice.node
         assert access is not None
         read = [
-            Amount.of(
-                prices.bytes_of(o.dims, prices.dtype_of(o)) * prices.share_of(o.dims, strategy),
-                self.moves(o.node),
-            )
-            for o in access.operands
-            if reads(choice.node, o.node, self.chained)
+            Amount.of(nbytes, self.moves(o.node))
+            for o, nbytes in zip(access.operands, size.operands, strict=True)
+            if reads(node, o.node, self.chained)
         ]
-        return sum(read, self._value(choice, strategy) if writes(choice.node, self.chained) else Amount())
-
-    def _value(self, choice: Choice, strategy: Strategy) -> Amount:
-        total = sum(
-            prices.bytes_of(dims, dtype) * _share(dims, layout)
-            for dims, dtype, layout in zip(
-                choice.results, choice.dtypes, strategy.results, strict=True
-            )
-        )
-        return Amount.of(total, self.moves(choice.node))
+        return sum(read, value if writes(node, self.chained) else Amount())
 
     def _transfers(self, node: fx.Node) -> Iterable[tuple[str, Amount]]:
         """Collectives on the edges into a node, each where its first reader stands."""

@@ -79,7 +79,7 @@ def conclude(rows: Sequence[Measured], device: Device) -> Calibration:
         part = replace(cluster.subset(range(spec.n)), transports=(alone,))
         name = "native" if spec.algorithm == "native" else spelling
         bare = readings(spec.collective, part, name, root=spec.root)[0][1]
-        found = fit(table, bare.lines, "measured")
+        found = fit(table, bare.path.lines, "measured")
         known.append((spelling, found.protocols))
         at = (f"{spelling} {spell_size(size)}" for size, _ in table)
         errors |= zip(at, map(abs, found.errors), strict=True)
