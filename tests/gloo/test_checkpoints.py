@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import plait
-from plait.errors import InputError, WeightError
+from plait.errors import InputError, RankError, WeightError
 from tests.compare import EXACT, demand, differences, within
 from tests.gloo import prove
 from tests.gloo.harness import Pool
@@ -115,6 +118,47 @@ def test_training_goes_on_on_another_mesh(
         pool.run(went_on, size, target, folder, losses, state, target == source)
 
 
+def killed(group: Any, mesh: Mesh, folder: str, culprit: int, what: str) -> tuple[str, dict[str, Tensor]]:
+    """A whole save, then one in which a rank is killed at its first `what`; the words of another rank."""
+    parts, optimizer = made(mesh, group)
+    train(parts, optimizer, 0, 2, mesh[2])
+    optimizer.param_groups[0]["lr"] = 0.02
+    parts.save(folder, optimizer)
+    state = dict(parts.state_dict())
+    train(parts, optimizer, 2, 3, mesh[2])
+    if dist.get_rank(group) == culprit:
+        setattr(os, what, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(RankError) as caught:
+        parts.save(folder, optimizer)
+    return str(caught.value), state
+
+
+def read(group: Any, mesh: Mesh, folder: str, state: dict[str, Tensor]) -> None:
+    parts, optimizer = made(mesh, group)
+    parts.load(folder, optimizer)
+    demand(differences(dict(parts.state_dict()), state, "state", EXACT), about=f"{mesh}")
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    parts.save(folder, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("culprit", "what"), [(1, "fsync"), *(pytest.param(0, w, marks=pytest.mark.full) for w in ("fsync", "replace"))]
+)
+def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_one_before(
+    pool: Pool, tmp_path: Path, culprit: int, what: str
+) -> None:
+    fresh = Pool()
+    try:
+        answers = fresh.ask(killed, 3, (1, 3, 1), str(tmp_path), culprit, what)
+    finally:
+        fresh.close()
+    answers.pop(culprit)
+    assert all(f"rank {culprit} " in words for words, _ in answers), answers
+    assert len({p.name.split("-")[1] for p in tmp_path.glob("shard-*")}) == 2, "the second has begun"
+    pool.run(read, 2, (2, 1, 1), str(tmp_path), answers[0][1])
+    assert len({p.name.split("-")[1] for p in tmp_path.glob("shard-*")}) == 1, "what it left is gone"
+
+
 def as_weights(group: Any, folder: str, state: dict[str, Tensor]) -> None:
     """A sharded folder is read by compile, too; a whole save takes its place."""
     with torch.device("meta"):
@@ -198,3 +242,46 @@ def test_a_stage_that_learns_nothing_has_no_optimizer_to_save(pool: Pool, tmp_pa
     assert last
     for failure in pool.errors(some_without, 2, str(tmp_path / "b"), True):
         assert "save: other ranks give an optimizer, this one none for 0.weight, 0.bias" in failure.message
+
+
+def of_one(group: Any, mesh: Mesh, folder: str, dtype: torch.dtype) -> list[tuple[str, list[int]]]:
+    """All learn on one stage; every rank makes the same optimizer, trains, saves and goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Softmax(-1)).double()
+    model[0].requires_grad_(False)
+    x, (tp, pp, dp) = torch.randn(4, 6, dtype=dtype), mesh
+    parts = plait.compile(
+        model, (x,), tp=tp, pp=pp, dp=dp, training=True, group=group, measure=False, dtype=dtype,
+        cluster=prove.free(tp * pp * dp),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"LBFGS on weights that are split over ranks .*2\."):
+        torch.optim.LBFGS([p for p in parts.parameters() if p.requires_grad]).step(lambda: x.sum())
+    model = model.to(dtype)
+    for module in (parts, model):
+        learn = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW([{"params": learn, "lr": 0.1}])
+        for step in range(4):
+            loss = (module(x) - 1).pow(2).mean()
+            loss.backward()
+            clip = plait.clip_grad_norm_ if module is parts else torch.nn.utils.clip_grad_norm_
+            clip(module if module is parts else learn, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            if module is parts and step == 1:
+                parts.save(folder, optimizer)
+                optimizer = torch.optim.AdamW([{"params": learn, "lr": 0.2}])
+                parts.load(folder, optimizer)
+    demand(differences(dict(parts.state_dict()), dict(model.state_dict()), "state"), about=f"{mesh}")
+    assert all(p.dtype == dtype for p in parts.parameters())
+    return [(n, list(p.shape)) for n, p in parts.named_parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype"), [((1, 3, 1), torch.float32), pytest.param((2, 2, 1), torch.float64, marks=pytest.mark.full)]
+)
+def test_an_optimizer_is_made_on_a_stage_that_trains_nothing_too(
+    pool: Pool, tmp_path: Path, mesh: Mesh, dtype: torch.dtype
+) -> None:
+    held = pool.run(of_one, mesh[0] * mesh[1] * mesh[2], mesh, str(tmp_path), dtype)
+    assert [("2.bias", [0])] in held
+    assert all(held)

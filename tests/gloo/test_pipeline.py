@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import plait
 from plait.errors import InputError, RankError
 from plait.passes.schedule import SCHEDULES
+from plait.runtime import line
 from plait.runtime.channel import Channel
 from tests import zoo
 from tests.cases import CASES, Case, Mesh, Setup
@@ -296,6 +297,49 @@ def test_a_rank_killed_in_the_middle_of_a_step(culprit: int) -> None:
     for seconds, words in answers:
         assert f"rank {culprit}" in words
         assert seconds < 30
+
+
+def stopped(group: Any, where: str) -> tuple[float, str]:
+    """A rank is stopped, in a step or before it, until this one has raised."""
+    line.LOOK = 0.2  # type: ignore[misc]
+    model, x = tower()
+    parts = plait.compile(
+        model, (x,), pp=3, training=True, group=group, cluster=prove.free(3), micro_batches=7,
+        schedule="1f1b", measure=False,
+    )  # fmt: skip
+    rank, pids = dist.get_rank(group), [None] * 3
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    if rank == 1 and where == "in":
+        own = Channel.send
+
+        def send(*args: Any, **kwargs: Any) -> None:
+            Channel.send = own  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGSTOP)
+            own(*args, **kwargs)
+
+        Channel.send = send  # type: ignore[method-assign]
+    elif rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        parts.step(x, loss_fn=prove_loss)
+    if rank == 0:
+        os.kill(int(str(pids[1])), signal.SIGCONT)
+    line.LOOK = 5.0  # type: ignore[misc]
+    return time.monotonic() - start, str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["in", pytest.param("before", marks=pytest.mark.full)])
+def test_a_rank_that_is_stopped_and_stays_so(where: str) -> None:
+    pool = Pool()
+    try:
+        answers = pool.run(stopped, 3, where)
+    finally:
+        pool.close()
+    for seconds, words in answers:
+        assert "rank 1 was stopped (SIGSTOP" in words
+        assert seconds < 10
+    assert line.LOOK * line.STOPPED < 30
 
 
 def raising(group: Any, mesh: str) -> str:

@@ -138,6 +138,17 @@ def test_attention_that_drops_behind_a_mask_is_cut() -> None:
     assert not why_uncut(capture(Net(run, up=linear(6, 8)), args, training=True))
 
 
+def test_a_dynamic_size_is_not_cut_and_said() -> None:
+    class Last(nn.Linear):
+        def forward(self, x: Tensor, last: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)[torch.arange(x.size(0)), last]
+
+    args = torch.randn(4, 5, 6), LAST
+    assert not why_uncut(capture(Last(6, 8), args))
+    found = why_uncut(capture(Last(6, 8), args, dynamic={"x": {0: "rows"}, "last": {0: "rows"}}))
+    assert found == "dim 0 of args[0] is dynamic, and such a size is not cut"
+
+
 # -- rows that are sorted, and put back ----------------------------------------------------------------
 
 E, K = 4, 2  # experts, and choices of a row

@@ -21,7 +21,7 @@ from plait.plan.planner import Held, Laid, Planned
 from plait.program import Program
 from plait.runtime.agree import Agreement
 from plait.runtime.executor import Executable, executable, layouts
-from plait.runtime.holdings import Holdings, Values, part_of
+from plait.runtime.holdings import Holdings, Values, no_rows, part_of
 from plait.runtime.staging import Seat, Staging
 from plait.runtime.weights import locate, open_source
 
@@ -91,6 +91,7 @@ class Job:
             places = self.staging.places(first, self.device) if self.staging is not None else None
             if places is not None:
                 parts = {n: part for n, part in parts.items() if places.holds(n)}
+                parts |= no_rows(program.weights, parts)
             tensors: dict[str, Tensor] = loading.load(
                 parts, device=self.device, dtype=source.dtype, runs=runs
             )

@@ -106,6 +106,9 @@ def find(
     for f in _candidates(program, d):
         if factor not in ("", f.name):
             continue
+        if f in d.symbolic:
+            reasons.append(Uncut(f"{_place(program, d, f)} is dynamic, and such a size is not cut"))
+            continue
         split = Split.even((f,), min(count, f.size, MOST))
         if rows:
             split = Split((f,), tuple(accumulate(rows, initial=0)))
@@ -132,7 +135,18 @@ def _candidates(program: Program, d: Description) -> Iterator[Factor]:
         for each in dims:
             if depth < len(each):
                 seen.update(dict.fromkeys(f for f in atoms(each[depth]) if f not in owned))
-    return iter([f for f in seen if f not in d.symbolic])
+    return iter(seen)
+
+
+def _place(program: Program, d: Description, f: Factor) -> str:
+    """Where a factor stands among the inputs."""
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    return next(
+        f"dim {at} of {i.path}"
+        for i in program.inputs
+        for at, dim in enumerate(d.dims[nodes[i.node]][0] if i.node is not None else ())
+        if f in atoms(dim)
+    )
 
 
 def _cut(program: Program, d: Description, split: Split) -> Batch | Uncut:

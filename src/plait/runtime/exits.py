@@ -30,6 +30,7 @@ class Neighbour:
 
     pid: int
     _fd: int | None = field(default=None, repr=False)
+    _stopped: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         if sys.platform == "linux":
@@ -46,6 +47,11 @@ class Neighbour:
             if status is not None or time.monotonic() > end or not _state(self.pid):
                 return status
             time.sleep(_TICK)
+
+    def stopped(self) -> int:
+        """How many calls of this have, one after the other, found it stopped; by a debugger does not count."""
+        self._stopped = self._stopped + 1 if _state(self.pid)[:1] == ["T"] else 0
+        return self._stopped
 
     def close(self) -> None:
         if self._fd is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -33,14 +33,19 @@ class Holdings:
     seat: Seat
     stages: Places | None = None  # of a pipeline: `tensors` are those of this rank's stages
     places: dict[str, Callable[[], Tensor]] = field(default_factory=dict)  # in the module
+    none: tuple[Weight, nn.Parameter] | None = None  # see `no_rows`
 
     def place(self, module: nn.Module) -> None:
         """From now on the tensors are the module's."""
-        self.places = {
-            weight.name: register(module, weight, self.tensors.pop(weight.name))
-            for weight, _ in self.weights()
-            if weight.name in self.tensors
-        }
+        for weight, _ in self.weights():
+            value = self.tensors.pop(weight.name, None)
+            if value is not None:
+                place = register(module, weight, value)
+                if self.stages is None or self.stages.holds(weight.name):
+                    self.places[weight.name] = place
+                else:
+                    assert isinstance(value, nn.Parameter)
+                    self.none = weight, value
 
     def live(self) -> dict[str, Tensor]:
         """Weights as the module holds them now; `.to()` or an assignment may have replaced them."""
@@ -116,6 +121,9 @@ class Holdings:
     def tell_gradients(self, guard: Callable[[str], AbstractContextManager[None]]) -> None:
         """Torch's own clipping, scaler and optimizers learn which weights are not whole here."""
         live = self.live()
+        if self.none is not None:
+            weight, value = self.none
+            optimizers.mark(value, Holder(weight.name, None, True, self.transport, guard))
         for weight, cut in self.weights():
             own = live.get(weight.name)
             if isinstance(own, nn.Parameter) and (self.staged or cut is not None):
@@ -123,6 +131,16 @@ class Holdings:
                 optimizers.mark(own, holder)
                 if own.dtype.is_floating_point or own.dtype.is_complex:
                     gradient.attach(own, holder)
+
+
+def no_rows(weights: Iterable[Weight], here: Collection[str]) -> dict[str, checkpoint.Part]:
+    """An optimizer cannot be made of no parameters: a stage that trains nothing has no rows of the last weight
+    that learns, as a rank of tensor parallelism may have none of a weight of few."""
+    learn = [w for w in weights if w.kind == "parameter" and w.requires_grad and w.shape]
+    if not learn or any(w.name in here for w in learn):
+        return {}
+    last = learn[-1]
+    return {last.name: ((), *checkpoint.whole(last.shape[1:]))}
 
 
 def part_of(weight: Weight, cut: Cut | None, rank: int) -> checkpoint.Part:

@@ -1,8 +1,9 @@
 """The side channel between the ranks of a group: a star of TCP connections around rank 0.
 
 It shares nothing with the process group, so it works while every collective hangs. A thread of each
-rank reads its connections and sleeps in between; nothing is polled. A process that dies closes its
-connection, however it dies, and the kernel's keepalive closes the one to a host that vanished:
+rank reads its connections and sleeps in between. A process that dies closes its connection, however it dies, and
+the kernel's keepalive closes the one to a host that vanished; one that is stopped does neither, so the ranks of
+its host look for that every few seconds:
 
     {"say": "hello", "rank": 1, "token": ...}        a member to the hub, first of all
     {"say": "welcome", "rank": 0}                    the hub's answer, when all have come
@@ -40,6 +41,8 @@ SEND = 5.0  # seconds that a peer which does not read may hold up a sender
 ENDING = 10.0  # seconds for a process that said goodbye to be over
 STUMBLE = 2.0  # seconds for every rank to meet the error that one has met
 OBITUARY = 1.0  # seconds to look for the reason of a death
+LOOK = 5.0  # seconds between two looks at the processes of this host
+STOPPED = 4  # looks, one after the other, at a process that was stopped in each: then its rank has failed
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,15 @@ class Line:
 
     def _read_all(self) -> None:
         buffers: dict[socket.socket, bytes] = dict.fromkeys(self._peers, b"")
+        look = time.monotonic() + LOOK
         with selectors.DefaultSelector() as selector:
             for each in (*self._peers, self._woken):
                 selector.register(each, selectors.EVENT_READ)
             while not self._closed:
-                for key, _ in selector.select():
+                if self._neighbours and time.monotonic() >= look:
+                    self._look_around()
+                    look = time.monotonic() + LOOK
+                for key, _ in selector.select(max(0.0, look - time.monotonic()) if self._neighbours else None):
                     peer = key.fileobj
                     if peer is self._woken or not isinstance(peer, socket.socket):
                         return
@@ -201,6 +208,13 @@ class Line:
                     if not data:
                         selector.unregister(peer)
                         self._lost(self._peers[peer])
+
+    def _look_around(self) -> None:
+        """A process that stays stopped has failed: all would wait for it until somebody sends it a SIGCONT."""
+        for rank, neighbour in self._neighbours.items():
+            if neighbour.stopped() == STOPPED and rank not in self.left:
+                how = f"was stopped (SIGSTOP, or a terminal's Ctrl-Z) for {(STOPPED - 1) * LOOK:g} s and more"
+                self._hear({"say": "failed", "rank": rank, "text": self.name(rank, how)})
 
     def _lost(self, rank: int) -> None:
         """The connection to `rank` is closed: after a goodbye, or because its process ended."""

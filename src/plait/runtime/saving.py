@@ -133,7 +133,8 @@ def _states(
 
 
 def _strangers(optimizer: Optimizer, known: Mapping[int, Held]) -> list[str]:
-    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    given = [p for group in optimizer.param_groups for p in group["params"] if p.numel()]
+    others = [p for p in given if id(p) not in known]
     return [f"a parameter {list(p.shape)} of it is none of the module" for p in others]
 
 
@@ -191,7 +192,8 @@ def load_optimizer(index: Index, held: Sequence[Held], optimizer: Optimizer) -> 
         for key, value in was["options"].items():
             group[key] = _as(group.get(key), value)
         for p in group["params"]:
-            optimizer.state[p] = dict(_state(index, by_id[id(p)], group))
+            if id(p) in by_id:  # a stage that trains nothing has an empty one
+                optimizer.state[p] = dict(_state(index, by_id[id(p)], group))
 
 
 def _state(index: Index, h: Held, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@
     watch.exchange("plan", digest)          # [the value of each rank], over the side channel
 
 A rank that hangs in a collective cannot be told anything, so its collective is made to fail: see
-`release`. Nothing is polled and no collective is wrapped, so a watched group is as fast as another.
+`release`. No collective is wrapped, so a watched group is as fast as another.
 docs/failures.md tells the whole story.
 """
 
