@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
@@ -48,14 +48,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--thin")
     if part <= 1:
         return
-    families = Counter(item.nodeid.split("[")[0] for item in items)
+    families: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        families[_family(item)].append(item)
 
     def runs(item: pytest.Item) -> bool:
         if item.get_closest_marker("unthinned"):
             return True
-        family = families[item.nodeid.split("[")[0]]
-        return family < THINNED or crc32(item.nodeid.encode()) % part == 0
+        family = families[_family(item)]
+        if sample := item.get_closest_marker("sample"):
+            others = [x for x in family if not x.get_closest_marker("full")]
+            return item in sorted(others, key=_place)[: sample.args[0]]
+        return len(family) < THINNED or _place(item) % part == 0
 
     dropped = [item for item in items if not runs(item)]
     config.hook.pytest_deselected(items=dropped)
     items[:] = [item for item in items if runs(item)]
+
+
+def _family(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]
+
+
+def _place(item: pytest.Item) -> int:
+    return crc32(item.nodeid.encode())

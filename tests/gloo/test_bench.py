@@ -93,6 +93,7 @@ def tries(out: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.full
 def test_what_is_done_apart_takes_no_rank_with_it(tmp_path: Path) -> None:
     launch(tries, 2, str(tmp_path / "said"))
     raised, now, again, died, hung = json.loads((tmp_path / "said").read_text())

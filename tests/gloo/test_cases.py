@@ -54,5 +54,6 @@ def ask(pool: Pool, body: Any, case: Case, mesh: Mesh, *args: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("case", "mesh", "dtype"), grid())
+@pytest.mark.sample(4)
 def test_right(pool: Pool, case: Case, mesh: Mesh, dtype: torch.dtype) -> None:
     prove.alike(ask(pool, prove.right, case, mesh, dtype, {}))

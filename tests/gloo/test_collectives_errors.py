@@ -154,6 +154,7 @@ def differing_slowly(group: Any) -> None:
     collectives.all_reduce(torch.ones(6 + rank), group, "ring")
 
 
+@pytest.mark.full
 def test_a_comparison_takes_its_time(pool: Pool) -> None:
     """It ends with the same message on all ranks, and the group lives on."""
     failures = pool.errors(differing_slowly, 3)
@@ -197,6 +198,7 @@ def opposite(group: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ring", "tree", "native"])
 @pytest.mark.parametrize("body", [known_both, known_one, opposite])
+@pytest.mark.sample(4)
 def test_a_difference_that_was_not_expected(doomed: Pool, body: Any, name: str) -> None:
     start = time.monotonic()
     failures = doomed.errors(body, 3, name)
@@ -244,6 +246,7 @@ def absent(group: Any, name: str, known: bool) -> float:
         ),
     ],
 )
+@pytest.mark.sample(1)
 def test_a_rank_that_does_not_come(doomed: Pool, name: str, known: bool) -> None:
     waited = doomed.run(absent, 4, name, known)
     assert all(3 <= waited[rank] < 15 for rank in (0, 2, 3))
@@ -257,6 +260,7 @@ def dies(group: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ring", "tree", "native"])
+@pytest.mark.sample(2)
 def test_a_rank_that_dies(doomed: Pool, name: str) -> None:
     answers = doomed.ask(dies, 4, name)
     assert all(isinstance(a, Failure) for a in answers)
@@ -270,6 +274,7 @@ def late(group: Any) -> None:
     collectives.all_reduce(torch.ones(6), group, "ring", timeout=2.0)
 
 
+@pytest.mark.full
 def test_a_rank_that_comes_too_late(doomed: Pool) -> None:
     failures = doomed.errors(late, 3)
     assert {f.kind for f in failures} == {"RankError"}

@@ -94,6 +94,7 @@ ARRIVALS = [
 
 
 @pytest.mark.parametrize(("n", "dtype"), ARRIVALS)
+@pytest.mark.sample(5)
 def test_every_contribution_arrives_once(pool: Pool, n: int, dtype: torch.dtype) -> None:
     pool.run(reductions, n, [1, n - 1, n + 1, 1000], dtype)
 
@@ -113,6 +114,7 @@ def test_vectors_that_are_sent_unpacked(pool: Pool, n: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("n", [2, 4, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 5, 7, 8))])
+@pytest.mark.sample(1)
 def test_sixty_four_mebibytes(pool: Pool, n: int) -> None:
     for name in ("ring", "two_shot", "halving_doubling", "double_tree", "parameter_server"):
         pool.run(large, n, name, (64 << 20) // 4)

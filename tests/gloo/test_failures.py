@@ -109,6 +109,7 @@ def fresh() -> Iterator[Pool]:
 
 
 @pytest.mark.parametrize("wait", [all_reduce, receive, send_much, subgroup])
+@pytest.mark.sample(2)
 def test_an_exception_ends_the_collectives_of_the_others(fresh: Pool, wait: Any) -> None:
     answers = fresh.run(scenario, 4, 3, complain, wait)
     assert answers[3][1] == "ValueError: bad input on this rank"
@@ -189,6 +190,7 @@ def leave_something(folder: str) -> None:
     atexit.register(Path(folder, f"rank-{dist.get_rank()}").touch)
 
 
+@pytest.mark.full
 def test_a_worker_that_has_done_its_work_cannot_fail_at_its_end(tmp_path: Path) -> None:
     launch(leave_something, 2, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"rank-0", "rank-1"}
@@ -246,6 +248,7 @@ finally:
         pytest.param("exit 0", "forward: rank 1 ended while others worked", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.sample(1)
 def test_under_torchruns_variables(tmp_path: Path, how: str, words: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
@@ -475,6 +478,7 @@ FAILS: dict[str, Callable[[int], None]] = {"raises": complain, "is killed": kill
     ("mesh", "how"),
     [("tp2", "raises"), ("pp2", "is killed"), pytest.param("tp2", "is killed", marks=pytest.mark.full)],
 )
+@pytest.mark.sample(1)
 def test_a_failure_on_the_way_back_is_named(fresh: Pool, mesh: str, how: str) -> None:
     survivor, culprit = fresh.ask(backward, 2, mesh, how)
     assert isinstance(survivor, str), survivor.traceback
@@ -596,6 +600,7 @@ def stumbles(group: Any, axis: str, where: str, culprits: tuple[int, ...], times
         pytest.param("tp", "backward", "ZeroDivisionError", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.sample(1)
 def test_an_error_that_every_rank_meets_leaves_the_group_as_it_was(
     pool: Pool, axis: str, where: str, words: str
 ) -> None:
@@ -603,6 +608,7 @@ def test_an_error_that_every_rank_meets_leaves_the_group_as_it_was(
         assert len(raised) == 2 and all(text.startswith(words) for text in raised), raised
 
 
+@pytest.mark.full
 def test_an_error_that_one_rank_catches_ends_the_group(fresh: Pool) -> None:
     survivor, culprit = fresh.run(stumbles, 2, "tp", "backward", (1,), 1)
     assert survivor[0].startswith("RankError: backward: rank 1 failed: its backward pass raised"), survivor

@@ -36,6 +36,7 @@ def die_on(group: Any, rank: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.sample(2)
 def test_results_come_in_order_of_rank(pool: Pool, n: int) -> None:
     expected = float(sum(10 + r for r in range(n)))
     assert pool.run(total, n, 10) == [(r, [expected] * 2) for r in range(n)]

@@ -165,6 +165,7 @@ QUICK = {(2, True, 0), (3, False, 1)}
         for i, end in enumerate(ENDS)
     ],
 )
+@pytest.mark.sample(1)
 def test_the_faster_is_kept(pool: Pool, n: int, training: bool, says: tuple[float, float], overlapped: bool) -> None:
     one, *others = pool.run(ended, n, says, training, timeout=120.0)
     for other in others:
@@ -317,6 +318,7 @@ UNMEASURED = {
 
 
 @pytest.mark.parametrize("what", UNMEASURED)
+@pytest.mark.sample(3)
 def test_what_is_not_measured_says_why(pool: Pool, what: str) -> None:
     one, other = pool.run(unmeasured, 2, what, timeout=120.0)
     assert one == other and one.startswith(f"overlap is not measured: {UNMEASURED[what]}")

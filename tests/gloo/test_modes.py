@@ -237,6 +237,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_hash_seeds_may_differ(tmp_path: Path) -> None:
     """Two processes of their own, as torchrun would start them."""
     root = Path(__file__).parents[2]
@@ -370,6 +371,7 @@ def by_one_rank(group: Any, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["state_dict", "gradients"])
+@pytest.mark.sample(1)
 def test_what_all_ranks_gather_names_those_that_did_not_come(pool: Pool, what: str) -> None:
     failure, _ = pool.ask(by_one_rank, 2, what)
     assert isinstance(failure.error, RankError)
@@ -385,6 +387,7 @@ def too_large(group: Any, memory: int, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.sample(2)
 def test_what_does_not_fit_is_said_on_every_rank(pool: Pool, mesh: dict[str, int]) -> None:
     failures = pool.errors(too_large, 2, 20_000, mesh)
     assert all(isinstance(f.error, PlanError) for f in failures), failures
@@ -463,6 +466,7 @@ def alone(group: Any, what: str) -> None:
         ("no_grad", "gradients on, autocast off on rank 0, gradients off, autocast off on rank 1"),
     ],
 )
+@pytest.mark.sample(2)
 def test_modes_of_one_rank_alone_are_refused(pool: Pool, what: str, words: str) -> None:
     for failure in pool.errors(alone, 2, what):
         assert isinstance(failure.error, InputError)

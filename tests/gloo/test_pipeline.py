@@ -124,6 +124,7 @@ def steps_of(group: Any, mesh: str, options: dict[str, Any], loss_fn: Any) -> An
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "pp1/3", "pp2/3", "tp2xpp2/3"])
+@pytest.mark.sample(2)
 def test_a_target(pool: Pool, mesh: str) -> None:
     answers = pool.run(steps_of, Mesh.parse(mesh).size, mesh, {}, F.mse_loss)
     assert all(has for _, has in answers)
@@ -226,6 +227,7 @@ def as_number(out: Tensor) -> float:
         ("training", "compile with training=True"),
     ],
 )
+@pytest.mark.sample(4)
 def test_what_a_step_refuses(pool: Pool, what: str, words: str) -> None:
     for failure in pool.errors(refused, 2, what):
         assert isinstance(failure.error, InputError), failure.traceback
@@ -256,6 +258,7 @@ def prove_loss(out: Tensor) -> Tensor:
     return out.pow(2).sum()
 
 
+@pytest.mark.full
 def test_what_is_kept_does_not_grow_with_the_micro_batches(pool: Pool) -> None:
     """Outputs apart, which are sent once each at the end: by the last stage alone."""
     few, many = (pool.run(kept, 2, "1f1b", pieces) for pieces in (4, 16))

@@ -95,6 +95,7 @@ def rows(group: Any, mesh: str, batch: int, schedule: str) -> tuple[prove.Report
         pytest.param("pp1/3", 2, "interleaved", 2, marks=FULL),
     ],
 )
+@pytest.mark.sample(1)
 def test_more_micro_batches_than_rows_are_lowered_and_said(
     pool: Pool, mesh: str, batch: int, schedule: str, count: int
 ) -> None:
@@ -159,6 +160,7 @@ def lengths(group: Any, mesh: str, dynamic: bool, training: bool) -> list[str]:
         pytest.param("pp2/2", True, True, marks=FULL),
     ],
 )
+@pytest.mark.sample(1)
 def test_lengths_and_rows_may_change(pool: Pool, mesh: str, dynamic: bool, training: bool) -> None:
     answers = pool.run(lengths, Mesh.parse(mesh).size, mesh, dynamic, training)
     assert all(answer == answers[0] for answer in answers)

@@ -67,6 +67,7 @@ def watched(said: list[str]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"training": True}], ids=str)
+@pytest.mark.sample(2)
 def test_a_second_start_plans_nothing(pool: Pool, tmp_path: Path, mesh: dict[str, Any]) -> None:
     changes = [mesh, mesh]
     for planned in pool.run(starts, 2, str(tmp_path), changes):

@@ -94,6 +94,7 @@ def test_gradients_have_the_same_bits(pool: Pool, mesh: str) -> None:
 
 @pytest.mark.parametrize("schedule", [*(pytest.param(s, marks=FULL) for s in ("gpipe", "interleaved")), "zero-bubble"])
 @pytest.mark.parametrize("mesh", ["pp2/3", pytest.param("tp2xpp2/3", marks=FULL)])
+@pytest.mark.full
 def test_by_every_schedule(pool: Pool, mesh: str, schedule: str) -> None:
     prove.alike(pool.run(bits, Mesh.parse(mesh).size, mesh, schedule, False))
 
@@ -122,6 +123,7 @@ def _held(parts: Any) -> int:
 
 
 @pytest.mark.parametrize("mesh", ["tp2", "pp2/3"])
+@pytest.mark.sample(1)
 def test_activations_are_let_go(pool: Pool, mesh: str) -> None:
     for kept, again in pool.run(held, 2, mesh):
         assert again < kept / 4
@@ -178,6 +180,7 @@ def test_weights_that_change_before_the_backward_are_refused(mesh: str, schedule
         pool.close()
 
 
+@pytest.mark.full
 def test_segments_run_once_where_no_gradient_is_asked_for() -> None:
     runs = []
 

@@ -81,6 +81,7 @@ def own_loop(group: Any, mesh: Any, options: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.sample(2)
 def test_gradients_are_averaged(pool: Pool, mesh: Any) -> None:
     tp, pp, dp = mesh
     options = {"micro_batches": 2} if pp > 1 else {}
@@ -140,6 +141,7 @@ def steps(
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.sample(2)
 def test_a_step_is_of_all_batches(pool: Pool, mesh: Any) -> None:
     tp, pp, dp = mesh
     options = {"micro_batches": 2, "schedule": "1f1b"} if pp > 1 else {}
@@ -147,6 +149,7 @@ def test_a_step_is_of_all_batches(pool: Pool, mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in LOSSES if n != "mean"])
+@pytest.mark.sample(1)
 def test_a_step_of_any_loss(pool: Pool, name: str) -> None:
     prove.alike(pool.run(steps, 2, (1, 1, 2), name, {}))
 

@@ -74,6 +74,7 @@ def train(module: nn.Module, setup: Setup, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", SAVED)
+@pytest.mark.sample(4)
 def test_saved_and_loaded(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(round_trip, 4, name, 4, str(tmp_path))
 
@@ -91,6 +92,7 @@ def across(group: Any, name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=FULL if i % 2 else ()) for i, n in enumerate(SAVED)])
+@pytest.mark.sample(2)
 def test_a_folder_serves_any_mesh(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(written, 4, name, str(tmp_path))
     pool.run(across, 2, name, str(tmp_path))
@@ -201,6 +203,7 @@ def counted(group: Any, name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])
+@pytest.mark.sample(2)
 def test_no_row_is_lost_or_made(pool: Pool, tp: int) -> None:
     """Each parameter is whole on every rank, or its parts add up to it."""
     name = "b13_vocabulary_does_not_divide"

@@ -57,6 +57,7 @@ def test_norms_are_one_bucket() -> None:
     made.graph.lint()
 
 
+@pytest.mark.full
 def test_collectives_by_other_algorithms_are_apart() -> None:
     made = local()
     want = small(made)
@@ -64,6 +65,7 @@ def test_collectives_by_other_algorithms_are_apart() -> None:
     assert list(found.values()) == [tuple(want[:2]), tuple(want[2:])]
 
 
+@pytest.mark.full
 def test_what_is_large_or_alone_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made = local()
     first = next(s for s in made.sites.values() if s.name in small(made))

@@ -163,6 +163,7 @@ def test_what_a_gather_owes_hides_the_way_back_of_the_scatter_before_it() -> Non
     assert [route.late for route in chosen.values()].count(1) == 2, chosen
 
 
+@pytest.mark.full
 def test_gradients_that_nobody_computes_hide_nothing() -> None:
     def open_(frozen: bool) -> float:
         with torch.device("meta"):
@@ -195,6 +196,7 @@ def test_what_is_no_route_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "asked", [(8192, "off", "dgx-h200"), (8192, 1, "dgx-h200"), (512, "auto", "loopback"), (8192, "auto", "pcie4")]
 )
+@pytest.mark.sample(2)
 def test_nothing_is_direct_where_it_is_not_asked_for_or_cannot_be(asked: tuple[int, Any, str]) -> None:
     rows, overlap, cluster = asked
     assert not routes(wide(rows, overlap, cluster).plan.overlaps)
@@ -237,6 +239,7 @@ def negative(model: Any, rows: int, width: int, cluster: str, n: int, overlap: s
         for i, (rows, where) in enumerate(product((16, 64, 128, 256, 512), (("dgx-h200", 2), ("dgx-h100", 8))))
     ],
 )
+@pytest.mark.sample(2)
 def test_few_rows_stay_in_one_piece(rows: int, cluster: str, n: int) -> None:
     def model() -> nn.Module:
         return nn.Sequential(*(Layer(4096, 14336, nn.LayerNorm) for _ in range(2)))

@@ -98,6 +98,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("name", "n", "route"), GRID)
+@pytest.mark.sample(3)
 def test_two_replays_are_safe(name: str, n: int, route: Route) -> None:
     found, full = traces(name, n, route)
     steps = [i for i in found[0] if isinstance(i, Step)]
@@ -124,6 +125,7 @@ def test_two_steps_there_and_back_are_safe(name: str, n: int, route: Route) -> N
 
 
 @pytest.mark.parametrize("route", [Route(), Route(0.5, 2)], ids=str)
+@pytest.mark.sample(1)
 def test_the_floor_is_the_same_program_without_its_transfers(route: Route) -> None:
     moving, _ = traces("decoder", 2, route)
     still, full = traces("decoder", 2, route, alone=True)
@@ -178,6 +180,7 @@ HOPS = [("blocks", 2), ("shrinks", 3), ("both", 2)]
         for name, n in product(("blocks", "shrinks", "decoder", "both"), (2, 3, 4))
     ],
 )
+@pytest.mark.sample(2)
 def test_one_hop_sums_are_safe(name: str, n: int) -> None:
     """Two calls behind each other, twice: after two of them the banks are as they were."""
     found, full = hops(name, n)

@@ -32,6 +32,7 @@ def idle(run: Run) -> int:
 
 
 @pytest.mark.parametrize(("name", "n"), [("mixtral", 2), ("mixtral", 4), ("qwen3moe", 3)])
+@pytest.mark.sample(1)
 def test_outputs_and_gradients_whoever_gets_the_tokens(name: str, n: int) -> None:
     setup = Setup(*zoo.build(name))
     divided = pretend.divide(pretend.trace(routed(setup, 1.0), True), n, pretend.Free(n))

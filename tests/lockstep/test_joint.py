@@ -111,6 +111,7 @@ def search_cuts(
         for training in (False, True)
     ],
 )
+@pytest.mark.sample(2)
 def test_nothing_is_faster_than_the_choice(cluster: str, training: bool) -> None:
     what = program(512, 2048, 2, 4, 256, training)
     wanted = ask(cluster)
@@ -198,6 +199,7 @@ def test_one_host_sums_over_nvlink_and_sends_over_pcie() -> None:
 @pytest.mark.parametrize(
     "hosts", ["2x8", "4x8", pytest.param("16x8", marks=pytest.mark.full)]
 )
+@pytest.mark.sample(1)
 def test_slow_links_between_hosts_carry_stages_and_no_sums(hosts: str) -> None:
     machine = Cluster.parse(f"dgx-h100[{hosts}]/100gbe")
     best = choose(wide(training=hosts == "16x8"), machine, outputs="last").winner

@@ -248,6 +248,7 @@ KINDS: dict[str, Callable[[], Made]] = {
 
 
 @pytest.mark.parametrize(("kind", "n"), [(kind, 2 + i % 2) for i, kind in enumerate(KINDS)])
+@pytest.mark.sample(12)
 def test_outputs_gradients_and_splits(kind: str, n: int) -> None:
     torch.manual_seed(0)
     model, args, split = KINDS[kind]()

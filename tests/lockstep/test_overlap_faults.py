@@ -166,6 +166,7 @@ def swapped(s: Schedule) -> Iterator[Schedule]:
         for count in (2, 3)
     ],
 )
+@pytest.mark.sample(1)
 def test_dropped_waits_and_slots_used_early(name: str, count: int) -> None:
     first, second = woven(name, count)
     found, faults = 0, [*without_a_wait(first), *slots_reused(first)]
@@ -177,6 +178,7 @@ def test_dropped_waits_and_slots_used_early(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.sample(1)
 def test_events_before_what_they_tell_of(name: str) -> None:
     first, second = woven(name, 2)
     found, faults = 0, list(recorded_early(first))
@@ -189,6 +191,7 @@ def test_events_before_what_they_tell_of(name: str) -> None:
 
 @pytest.mark.parametrize("rank", (0, 1))
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.sample(3)
 def test_swapped_collectives_on_one_rank(name: str, rank: int) -> None:
     right = woven(name, 3)
     wrongs = list(swapped(right[rank]))

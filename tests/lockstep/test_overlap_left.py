@@ -126,6 +126,7 @@ SOME = ("bert", "t5", "opt")
 
 @pytest.mark.parametrize("n", (2, pytest.param(3, marks=pytest.mark.full)))
 @pytest.mark.parametrize("name", [m if m in SOME else pytest.param(m, marks=pytest.mark.full) for m in MODELS])
+@pytest.mark.sample(1)
 def test_no_collective_of_a_model_is_left_whole(name: str, n: int) -> None:
     model, args, kwargs = zoo.build(name)
     setup = Setup(model, args, kwargs).to(torch.float64)

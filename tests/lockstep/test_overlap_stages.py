@@ -67,6 +67,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("name", "pp", "count"), MODELS)
+@pytest.mark.sample(2)
 def test_models(name: str, pp: int, count: int) -> None:
     model, args, kwargs = zoo.build(name)
     setup = Setup(model, args, kwargs).to(torch.float32 if name in NARROW else torch.float64)

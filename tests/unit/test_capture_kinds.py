@@ -64,6 +64,7 @@ class Sized(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Nonzero, Masked, Unique, Sized])
+@pytest.mark.sample(2)
 def test_sizes_that_are_values_are_refused_by_line(kind: type[nn.Module]) -> None:
     with pytest.raises(CaptureError, match=HERE) as caught:
         capture(kind(), (torch.ones(2, 3),))
@@ -169,6 +170,7 @@ def test_hooks_that_make_weights_are_a_part_of_forward() -> None:
 
 
 @pytest.mark.parametrize("keep", [lambda a, y: y, lambda a, y: y.detach().mean(), lambda a, y: a[0]])
+@pytest.mark.sample(1)
 def test_hooks_that_keep_what_they_see_are_named(keep: Any) -> None:
     model, kept = _layers(), list[Any]()
     model[1].register_forward_hook(lambda module, args, out: kept.append(keep(args, out)))
@@ -280,6 +282,7 @@ def pooled(s: Net, x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("b", [1, 2, 3])
 @pytest.mark.parametrize(("t", "u"), [(1, 4), (5, 2)])
+@pytest.mark.sample(2)
 def test_one_program_for_every_size(b: int, t: int, u: int) -> None:
     model = Net(pooled, up=linear(3, 4))
     program = capture(

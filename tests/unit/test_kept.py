@@ -100,6 +100,7 @@ class Adds(nn.Module):
 
 
 @pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.sample(1)
 def test_constants_count_by_their_values(size: int) -> None:
     x, rows = torch.randn(size), torch.arange(float(size))
     first, same = (capture(Adds(rows.clone()), (x,)).digest for _ in range(2))

@@ -92,6 +92,7 @@ class Judged(nn.Module):
         if n != "of states" or torch.__version__ >= "2.12"  # older ones run an LSTM whole
     ],
 )
+@pytest.mark.sample(3)
 def test_terms_of_uneven_pieces_add_up(name: str) -> None:
     torch.manual_seed(0)
     model, x, y = Judged(LOSSES[name]).double(), torch.randn(7, 4).double(), torch.rand(7, 3).double()

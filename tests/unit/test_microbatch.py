@@ -85,6 +85,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.sample(3)
 def test_transforms_of_other_dims_are_cut(name: str) -> None:
     torch.manual_seed(0)
     transform = TRANSFORMS[name]
@@ -119,6 +120,7 @@ COUNTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.sample(3)
 def test_rows_that_are_counted_are_cut(name: str) -> None:
     torch.manual_seed(0)
     pick = COUNTED[name]
@@ -198,6 +200,7 @@ def mixture(run: Callable[[Any, Tensor, Tensor], Tensor]) -> Net:
 
 @pytest.mark.parametrize("bias", [0.0, 50.0], ids=["routed", "all on the same"])
 @pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.sample(2)
 def test_rows_sorted_by_expert_are_cut(name: str, bias: float) -> None:
     torch.manual_seed(0)
     model = mixture(ROUTED[name])
@@ -256,5 +259,6 @@ def _in_places(s: Any, x: Tensor, keys: Tensor) -> Tensor:
     "run",
     [_of_others, _two_orders, _backwards, _beside_rows, _not_put_back, _negative, _counted, _in_places],
 )
+@pytest.mark.sample(3)
 def test_what_an_order_of_their_own_would_change_is_not_cut(run: Any) -> None:
     assert why_uncut(capture(mixture(run), (torch.randn(4, 3, 6),), training=True))

@@ -65,6 +65,7 @@ ALWAYS = [(2, 2, False), (3, 3, False), (2, 4, False), (2, 2, True)]
         for count, blocks in ((2, False), (3, False), (4, False), (2, True))
     ],
 )  # fmt: skip
+@pytest.mark.sample(3)
 def test_chunks_change_nothing(case: Case, n: int, count: int, blocks: bool) -> None:
     setup = case.setup(case.dtypes[-1])
     try:

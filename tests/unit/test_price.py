@@ -126,7 +126,7 @@ def test_every_price_is_monotone_and_not_below_its_bound(machine, collective, si
             before[found.algorithm] = found.seconds
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     cluster=st.sampled_from(MACHINES).map(Cluster.parse) | st.integers(2, 12).map(plain),
     collective=st.sampled_from(COLLECTIVES),
@@ -277,6 +277,7 @@ EVERY_FIFTH = [
 
 
 @pytest.mark.parametrize("name", EVERY_FIFTH)
+@pytest.mark.sample(2)
 def test_own_constants_explain_every_published_table(name):
     found, cluster = fitted(name)
     measured = table(name)

@@ -73,6 +73,7 @@ def trained(steps: int) -> tuple[plait.Compiled, torch.optim.Optimizer]:
         for at in range(3)
     ],
 )
+@pytest.mark.sample(1)
 def test_an_interrupted_save_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, at: int
 ) -> None:

@@ -89,6 +89,7 @@ def brute(p: Problem, prices: Prices) -> float:
 
 @pytest.mark.parametrize("model", [Chain, Fork])
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sample(4)
 def test_no_choice_is_cheaper_than_the_programs(model: type[nn.Module], seed: int) -> None:
     p, prices = problem(model(), torch.randn(2, 6)), Dice(seed)
     found = solve(p, prices)

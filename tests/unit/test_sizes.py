@@ -69,6 +69,7 @@ def program(run: Any, rows: int, size: Any = "rows") -> Any:
         (branches, 7, Dim("rows", min=2, max=7), 5, 7),
     ],
 )
+@pytest.mark.sample(4)
 def test_the_range_in_which_every_guard_holds(run: Any, rows: int, size: Any, low: int, high: int | None) -> None:
     (found,) = program(run, rows, size).sizes
     assert (found.name, found.low, found.high) == ("rows", low, high)
@@ -91,6 +92,7 @@ def test_what_is_no_range_is_refused_by_name(run: Any, rows: int, size: Any, wor
 @pytest.mark.parametrize(
     ("run", "sizes"), [(branches, (12, 40, 7, 5, 3, 9, 12)), (alone, (12, 1, 2, 1)), (alone, (1, 2, 12, 1, 3))]
 )
+@pytest.mark.sample(1)
 def test_a_call_outside_of_the_range_has_a_program_of_its_own(run: Any, sizes: tuple[int, ...]) -> None:
     """It was given that of the example's range, and its values without a word."""
     model = Net(run, up=linear(3, 6))
