@@ -229,6 +229,10 @@ def accumulated(group: Any, name: str, mesh: str) -> Report:
         differences(dict(parts.gradients()), twice, "twice"),
         about=f"{name} {mesh}",
     )
+    args, kwargs = setup.inputs()
+    parts.step(*args, loss_fn=setup.loss, **kwargs)
+    thrice = {n: None if g is None else g * 3 for n, g in want.gradients.items()}
+    demand(differences(dict(parts.gradients()), thrice, "and by a step"), about=f"{name} {mesh}")
     parts.zero_grad()
     got = run(parts, setup, True)
     demand(differences(got.gradients, want.gradients, "after zero_grad"), about=name)

@@ -102,6 +102,11 @@ def test_gradients_accumulate(pool: Pool, case: str) -> None:
     prove.alike(pool.run(prove.accumulated, 2, case, "tp2"))
 
 
+@pytest.mark.parametrize("mesh", ["pp2/2", pytest.param("tp2xpp2", marks=pytest.mark.full)])
+def test_gradients_accumulate_over_stages(pool: Pool, mesh: str) -> None:
+    prove.alike(pool.run(prove.accumulated, Mesh.parse(mesh).size, "b31_tied_over_stages", mesh))
+
+
 @pytest.mark.parametrize("case", [*ONES, "b14_tied_embedding_and_head"])
 def test_forwards_may_be_open_together(pool: Pool, case: str) -> None:
     prove.alike(pool.run(prove.interleaved, 3, case, "tp3"))

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from plait.capture import capture
+from plait.capture.written import SDPA
 from plait.passes.microbatch import WHOLE_COPY, Batch, find, piece, why_uncut
 from plait.rules.aten import table
 from plait.rules.describe import describe
+from plait.rules.facts import Pattern
 from plait.rules.moves import Cut, take
 from tests.cases.blocks import Net, linear, weight
 from tests.cases.case import probe
@@ -149,6 +151,26 @@ def test_a_dynamic_size_is_not_cut_and_said() -> None:
     assert not why_uncut(capture(Last(6, 8), args))
     found = why_uncut(capture(Last(6, 8), args, dynamic={"x": {0: "rows"}, "last": {0: "rows"}}))
     assert found == "dim 0 of args[0] is dynamic, and such a size is not cut"
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_what_a_constant_mask_shows_is_known_of_a_piece_with_all_its_rows(batched: bool) -> None:
+    seen = Pattern.parse("window(3)").allowed(5, 5)
+
+    def run(s: Any, x: Tensor, y: Tensor) -> Tensor:
+        q, k = s.up(x).unflatten(-1, (2, 4)), s.up(x if batched else y).unflatten(-1, (2, 4))
+        return F.scaled_dot_product_attention(q.transpose(-2, -3), *[k.transpose(-2, -3)] * 2, seen.clone())
+
+    args = (torch.randn(4, 5, 6),) * 2 if batched else (torch.randn(5, 6), torch.randn(1, 5, 6)[0])
+    program = capture(Net(run, up=linear(6, 8)), args)
+    description = describe(program, table())
+    batch = find(program, description, 2)
+    assert isinstance(batch, Batch), batch
+    part = piece(program, description, batch, 0)
+    (node,) = [n for n in part.graph.nodes if n.target is SDPA]
+    access = describe(part, table()).accesses[node]
+    assert node.meta.get("mask") == ("window(3)" if batched else None)
+    assert bool(access.so_far) == batched
 
 
 # -- rows that are sorted, and put back ----------------------------------------------------------------

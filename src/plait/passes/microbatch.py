@@ -371,7 +371,13 @@ class _Piece(Emitter):
             super()._call(node)
         while before.next.op != "root":
             before = before.next
-            before.meta.update({key: node.meta[key] for key in _KEPT if key in node.meta})
+            before.meta.update({key: node.meta[key] for key in self._kept(node) if key in node.meta})
+
+    def _kept(self, node: fx.Node) -> tuple[str, ...]:
+        """Of what is known of a node; what its mask shows, too, unless the piece has some of its rows."""
+        access = self.description.accesses.get(node)
+        rows = [f for o in access.operands[:2] for f in o.dims[-2:-1]] if access is not None else []
+        return _KEPT if any(map(self.batch.touches, rows)) else (*_KEPT, "mask")
 
     def _ordered(self, node: fx.Node) -> None:
         """As it is; a constant beside an order counts the rows of the piece."""
