@@ -132,14 +132,15 @@ class Agreement:
         """Around a part of a backward pass that waits for other ranks."""
         return self._watch.backward() if self._watch is not None else contextlib.nullcontext()
 
-    def way_back(self, out: Any) -> None:
-        """A backward pass that comes back through `out` and does not end is told to the others."""
+    def way_back(self, out: Any, begins: Callable[[], None]) -> None:
+        """A backward pass that comes back through `out` and does not end is told to the others; `begins` is called."""
         watch = self._watch
         if watch is None or not torch.is_grad_enabled():
             return
 
         def enter(grad: Tensor) -> None:
             watch.enter(counted=True)
+            begins()
 
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:

@@ -69,7 +69,7 @@ class Compiled(nn.Module):
         names = tuple(follower.model.state_dict(keep_vars=True))
         state["_store"] = Store(holdings, agreement, names)
         mirror(self, follower.model, {})
-        holdings.place(self)
+        holdings.place(self, agreement.guard)
         holdings.tell_gradients(agreement.guard)
 
     # -- calling -----------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Compiled(nn.Module):
             out = (call or executable)(live, leaves, seed)
             changed = {executable.program.weight(m.weight).name for m in executable.program.mutations}
             holdings.replicas.lead([x for name, x in live.items() if name in changed])
-        agreement.way_back(out)
+        agreement.way_back(out, holdings.way_back)
         return out
 
     def _seed(self) -> Tensor:
@@ -170,7 +170,9 @@ class Compiled(nn.Module):
         found, leaves = self._executable(args, kwargs, loss)
         if not isinstance(found, Gathered):
             found.refuse_step(leaves)
-            return self._run(found, leaves, "step", found.step)
+            loss_and_out = self._run(found, leaves, "step", found.step)
+            self._holdings.way_back()
+            return loss_and_out
         plain = found.plain
         call = partial(self._run, plain.whole(), leaves, "forward")
         value, out = on_the_output(lambda *_, **__: call(), loss, args, kwargs, self._agreement.step)

@@ -77,13 +77,17 @@ def attach(parameter: nn.Parameter, holder: Holder) -> None:
 
     def wrap(p: Tensor) -> None:
         if type(p.grad) is Tensor:
-            rows = p.grad.as_subclass(Rows)
-            rows.holder = holder
-            p.grad = rows
+            p.grad = rows_of(p.grad, holder)
 
     learns = parameter.requires_grad
     parameter.requires_grad_(True).register_post_accumulate_grad_hook(wrap)
     parameter.requires_grad_(learns)
+
+
+def rows_of(grad: Tensor, holder: Holder) -> Rows:
+    rows = grad.as_subclass(Rows)
+    rows.holder = holder
+    return rows
 
 
 def plain(grad: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ class Holdings:
     seat: Seat
     stages: Places | None = None  # of a pipeline: `tensors` are those of this rank's stages
     places: dict[str, Callable[[], Tensor]] = field(default_factory=dict)  # in the module
-    none: tuple[Weight, nn.Parameter] | None = None  # see `no_rows`
+    none: tuple[nn.Parameter, Holder] | None = None  # see `no_rows`
 
-    def place(self, module: nn.Module) -> None:
+    def place(self, module: nn.Module, guard: Callable[[str], AbstractContextManager[None]]) -> None:
         """From now on the tensors are the module's."""
         for weight, _ in self.weights():
             value = self.tensors.pop(weight.name, None)
@@ -45,7 +45,8 @@ class Holdings:
                     self.places[weight.name] = place
                 else:
                     assert isinstance(value, nn.Parameter)
-                    self.none = weight, value
+                    self.none = value, Holder(weight.name, None, True, self.transport, guard)
+                    optimizers.mark(*self.none)
 
     def live(self) -> dict[str, Tensor]:
         """Weights as the module holds them now; `.to()` or an assignment may have replaced them."""
@@ -118,12 +119,15 @@ class Holdings:
             }
         return {n: v for names, v in values.items() if v is not None for n in names}
 
+    def way_back(self) -> None:
+        """A stage that trains nothing has a gradient of no rows: what is done to gradients ends there as elsewhere."""
+        if self.none is not None and self.none[0].requires_grad:
+            value, holder = self.none
+            value.grad = gradient.rows_of(torch.zeros_like(value), holder)
+
     def tell_gradients(self, guard: Callable[[str], AbstractContextManager[None]]) -> None:
         """Torch's own clipping, scaler and optimizers learn which weights are not whole here."""
         live = self.live()
-        if self.none is not None:
-            weight, value = self.none
-            optimizers.mark(value, Holder(weight.name, None, True, self.transport, guard))
         for weight, cut in self.weights():
             own = live.get(weight.name)
             if isinstance(own, nn.Parameter) and (self.staged or cut is not None):
