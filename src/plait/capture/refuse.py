@@ -258,6 +258,7 @@ SIZED_BY_VALUES = (
 OBJECT = (
     "is given an object that a graph cannot keep (a torch.Generator: leave it out, and seed with torch.manual_seed)"
 )
+
 SIZED_LOSS = (
     "a size that it needs depends on the values of a tensor, which is not supported: compute the loss on the "
     "outputs of the compiled model"

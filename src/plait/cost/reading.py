@@ -107,7 +107,7 @@ def cheapest(
                 last = seconds[other]
             best = min(best, last)
     ours = native <= noise * best
-    asked = [pair for pair in found if pair[1] in seconds and (pair[0] == "native") >= ours]
+    asked = [pair for pair in found if pair[1] in seconds and (not ours or pair[0] == "native")]
     return min(asked, key=lambda pair: seconds[pair[1]])
 
 
