@@ -45,7 +45,8 @@ def _zero(holdings: Holdings) -> Tensor:
     """Of the dtype to sum in, the same on every rank, also where it counts nothing."""
     dtypes = {w.dtype for w, _ in holdings.weights() if w.kind == "parameter"}
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    device = next((x.device for x in holdings.live().values()), torch.device("cpu"))
+    stage = holdings.stages.device if holdings.stages is not None else torch.device("cpu")
+    device = next((x.device for x in holdings.live().values()), stage)  # a stage may hold no weights
     return torch.zeros((), dtype=dtype, device=device)
 
 
