@@ -435,3 +435,20 @@ def test_caches_outside_of_the_model_hold_no_tensor_of_the_capture() -> None:
     assert len(program.constants) == 3
     assert 5 not in Caching.kept
     assert type(_cosines(5)[0]) is type(Caching.ramp(5)) is Tensor
+
+
+LAST: Any = "none yet"
+
+
+class Telling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        global LAST, FIRST
+        LAST = FIRST = x.sin()
+        return LAST * 2
+
+
+def test_names_outside_of_the_model_are_put_back_and_noted() -> None:
+    program = capture(Telling(), (torch.randn(2, 5),))
+    assert LAST == "none yet" and "FIRST" not in globals()
+    (note,) = [n for n in program.notes if "forward sets" in n]
+    assert f"{__name__}.LAST, {__name__}.FIRST, which a compiled model does not" in note

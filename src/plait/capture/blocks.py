@@ -112,7 +112,7 @@ def _tried(model: nn.Module, call: Call, training: bool, kinds: list[Kind], hook
                 forgotten.watching(),
                 traced(training),
                 trial,
-                spoken(model, training),
+                spoken(model, training) as names,
                 symbols() if asked else contextlib.nullcontext(),
             ):
                 outputs = model(*args, **kwargs)
@@ -132,7 +132,7 @@ def _tried(model: nn.Module, call: Call, training: bool, kinds: list[Kind], hook
         tuple(map(tuple, trial.runs(groups))),
         sizes.ranges(asked, env, trial.branches, call.ranges),
         sizes.places(asked, trial.guards),
-        tuple(changed),
+        (*changed, *names),
     )
 
 

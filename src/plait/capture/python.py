@@ -16,7 +16,8 @@ import functools
 import gc
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ _MISSING = object()
 
 
 @contextlib.contextmanager
-def spoken(model: nn.Module, training: bool) -> Iterator[None]:
-    """Around a call of `model` that is traced."""
+def spoken(model: nn.Module, training: bool) -> Iterator[list[str]]:
+    """Around a call of `model` that is traced; yields the names of Python modules that it set to its tensors."""
     from torch._functorch import eager_transforms
 
     stand_ins: list[tuple[Any, str, Any]] = [
@@ -45,17 +46,21 @@ def spoken(model: nn.Module, training: bool) -> Iterator[None]:
     if training:
         stand_ins.append((Tensor, "register_hook", _hook))
     before = [(owner, name, owner.__dict__.get(name, _MISSING)) for owner, name, _ in stand_ins]
+    names = {module: dict(vars(module)) for module in _modules()}
+    sets: list[str] = []
     try:
         for owner, name, value in stand_ins:
             setattr(owner, name, value)
-        yield
+        yield sets
     finally:
         for owner, name, value in before:
             if value is _MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
-        _drop_from_caches()
+        for module in _modules():
+            sets += _put_back(module, names.get(module, {}))
+            _drop_from_caches(module)
 
 
 def _data(x: Tensor) -> Tensor:
@@ -112,23 +117,39 @@ def _converter(model: nn.Module) -> Callable[..., nn.Module]:
     return convert
 
 
-def _drop_from_caches() -> None:
-    """Where the model is called later, or traced once more, it makes these tensors anew."""
+def _modules() -> Iterator[ModuleType]:
+    """Those of the user, and of the user's libraries."""
     for module in list(sys.modules.values()):
-        if not is_user_file(getattr(module, "__file__", None) or "<string>"):
-            continue
-        values = [x for name, x in vars(module).items() if name != "__builtins__"]
-        if not any(x is torch or x is Tensor or x is nn for x in values):
-            continue
-        own = [x for x in values if isinstance(x, type) and x.__module__ == module.__name__]
-        for value in (*values, *(v for cls in own for v in vars(cls).values())):
-            cache: Any = value.__func__ if isinstance(value, staticmethod) else value
-            if isinstance(cache, functools._lru_cache_wrapper):
-                if any(map(_traced, gc.get_referents(cache))):
-                    cache.cache_clear()
-            elif type(cache) in _DICTS:
-                for key in [k for k, x in cache.items() if _traced(x)]:
-                    del cache[key]
+        if is_user_file(getattr(module, "__file__", None) or "<string>"):
+            yield module
+
+
+def _put_back(module: ModuleType, before: Mapping[str, Any]) -> list[str]:
+    """The names that have come to stand for tensors of the trace."""
+    now = [(name, value) for name, value in vars(module).items() if type(value) in _OF_A_TRACE]
+    found = [name for name, value in now if before.get(name) is not value]
+    for name in found:
+        if name in before:
+            setattr(module, name, before[name])
+        else:
+            delattr(module, name)
+    return [f"{module.__name__}.{name}" for name in found]
+
+
+def _drop_from_caches(module: ModuleType) -> None:
+    """Where the model is called later, or traced once more, it makes these tensors anew."""
+    values = [x for name, x in vars(module).items() if name != "__builtins__"]
+    if not any(x is torch or x is Tensor or x is nn for x in values):
+        return
+    own = [x for x in values if isinstance(x, type) and x.__module__ == module.__name__]
+    for value in (*values, *(v for cls in own for v in vars(cls).values())):
+        cache: Any = value.__func__ if isinstance(value, staticmethod) else value
+        if isinstance(cache, functools._lru_cache_wrapper):
+            if any(map(_traced, gc.get_referents(cache))):
+                cache.cache_clear()
+        elif type(cache) in _DICTS:
+            for key in [k for k, x in cache.items() if _traced(x)]:
+                del cache[key]
 
 
 def _traced(x: Any, depth: int = 3) -> bool:
@@ -136,7 +157,7 @@ def _traced(x: Any, depth: int = 3) -> bool:
     kind = type(x)
     if kind in _HOLDING or kind.__name__ == "_lru_list_elem":
         return depth > 0 and any(_traced(y, depth - 1) for y in gc.get_referents(x))
-    return kind is FakeTensor or kind is FunctionalTensor
+    return kind in _OF_A_TRACE
 
 
 def _asked_by_the_model() -> bool:
@@ -145,5 +166,6 @@ def _asked_by_the_model() -> bool:
 
 _DATA: Any = torch._C.TensorBase.data
 _HOOK = Tensor.register_hook
+_OF_A_TRACE = {FakeTensor, FunctionalTensor}
 _DICTS = {dict, OrderedDict, defaultdict}
 _HOLDING = {*_DICTS, tuple, list}
