@@ -35,6 +35,7 @@ BLOCKING = ["parameter server", "blocking ring", "blocking native", "blocking be
 
 
 def test_every_row_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
     found = bench(monkeypatch, tmp_path, "--tokens", "24", "--share", "1/4")
     assert found["ranks"] == 2 and [run["tokens"] for run in found["runs"]] == [24]
     for run in found["runs"]:
@@ -49,6 +50,8 @@ def test_every_row_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
                 assert row["exposed"] == pytest.approx(row["seconds"] - run["floor"])
                 assert row["error"] < 1e-3, name
         assert rows["parameter server"]["note"] == "parameter_server"
+        assert rows["overlapped"]["note"] == "all whole: transfers take the cores that compute"
+    assert found["environment"]["NCCL_MAX_CTAS"] == "8" and "PATH" not in found["environment"]
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import plait
 from plait.passes.meanwhile import Pay
@@ -70,6 +71,35 @@ def trained(group: Any, name: str, n: int, pack: bool) -> None:
     with torch.no_grad():
         out = made(*setup.args, **setup.kwargs)
     demand(differences(out, off(*setup.args, **setup.kwargs), "without gradients", close), about=name)
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + nn.functional.dropout(self.down(torch.relu(self.up(self.norm(x)))), 0.5, self.training)
+        return x
+
+
+def drops(group: Any, n: int) -> None:
+    torch.manual_seed(0)
+    model, x = Drops().double().train(), torch.randn(5, 8, dtype=torch.float64)
+    options: dict[str, Any] = dict(tp=n, group=group, training=True, device="cpu", cluster=free(n), measure=False)
+    with wherever():
+        made = plait.compile(model, (x,), **options)
+    off = plait.compile(model, (x,), overlap="off", **options)
+    assert late(made) and not late(off)
+    for each in (made, off):
+        torch.manual_seed(1)
+        each(x).square().sum().backward()
+    demand(differences(made.gradients(), off.gradients(), "gradients", within(dtype=torch.float64)))
+
+
+def test_a_program_that_draws(pool: Pool) -> None:
+    pool.run(drops, 2, 2)
 
 
 FULL = pytest.mark.full

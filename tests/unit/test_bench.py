@@ -53,6 +53,13 @@ def test_a_peer_has_no_floor_of_ours_and_one_device_no_speedup() -> None:
     assert peer.hidden is None and peer.exposed is None and peer.speedup == pytest.approx(21 / 15)
     assert alone.speedup is None and alone.hidden is None
     assert found.named("floor of overlapped").hidden is None
+    assert found.named("floor").efficiency == pytest.approx(21 / 12 / 2), "what could be reached"
+
+
+def test_deciles_of_few_samples_are_within_them() -> None:
+    assert timed("a", "blocking", 10, 12, 30).spread == pytest.approx((10 * MS, 30 * MS))
+    low, high = timed("b", "blocking", *range(1, 21)).spread
+    assert 1 * MS < low < high < 20 * MS
 
 
 def test_where_nothing_is_exposed_nothing_can_be_hidden() -> None:
@@ -83,7 +90,9 @@ def test_a_table_a_chart_and_lines() -> None:
     picture = ET.fromstring(report.svg([run, run]))
     texts = [e.text for e in picture.iter() if e.tag.endswith("text")]
     assert texts.count("tiny & small") == 2 and "13 ms, 75% hidden" in texts
-    rows = run.to_dict()["rows"]
+    told = run.to_dict()
+    assert told["blocking"] == pytest.approx(16 * MS) and told["order"] == {"right": 1, "apart": 1}
+    rows = told["rows"]
     assert [r["name"] for r in rows] == [r.name for r in ROWS]
     assert rows[4]["hidden"] == pytest.approx(0.75) and len(rows[4]["samples"]) == 3
 

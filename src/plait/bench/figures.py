@@ -3,7 +3,7 @@
     floor F      the blocking program, its transfers left out
     exposed      T - F
     hidden       (T_blocking - T) / (T_blocking - F), of the fastest blocking row
-    speed-up     one device's time for all the shares, over T
+    speed-up     one device's time for all the shares, over T; a floor's is what could be reached
     efficiency   speed-up over ranks: 1 is linear scaling
 
 A row in chunks has a floor of its own beside: the same chunks, their transfers left out. What lies
@@ -39,11 +39,11 @@ class Timed:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """First and ninth decile."""
+        """First and ninth decile, within what was seen: of few samples they would lie beyond."""
         if len(self.samples) < 2:
             return self.samples[0], self.samples[0]
         tenths = quantiles(self.samples, n=10)
-        return tenths[0], tenths[-1]
+        return max(tenths[0], min(self.samples)), min(tenths[-1], max(self.samples))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def figures(rows: Sequence[Timed], ranks: int) -> Figures:
 
     def one(row: Timed) -> Figure:
         ours = row.kind in OURS
-        speedup = alone / row.seconds if alone and row.kind not in ("alone", "floor") else None
+        speedup = alone / row.seconds if alone and row.kind != "alone" else None
         return Figure(
             row,
             exposed=row.seconds - floor if ours and floor is not None else None,

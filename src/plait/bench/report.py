@@ -36,8 +36,11 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         rows = [f.to_dict() for f in self.figures.rows]
+        right, apart = order([f.row for f in self.figures.rows])
+        known: dict[str, Any] = {"floor": self.figures.floor, "blocking": self.figures.blocking}
+        known["order"] = {"right": right, "apart": apart}
         more = {"left_out": list(self.left_out), "wrong": list(self.wrong)}
-        return self.facts | {"floor": self.figures.floor, "rows": rows} | more
+        return self.facts | known | {"rows": rows} | more
 
 
 def table(run: Run) -> Table:

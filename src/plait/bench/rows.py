@@ -7,6 +7,7 @@ whose transfers are left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -129,7 +130,7 @@ class Subject:
         step = self.call.of(self.compiled)
         plan = self.compiled.plan
         forms = dict.fromkeys(o.form for o in plan.overlaps if o.form != "whole")
-        return Row("overlapped", "overlapped", step, plan.seconds, ", ".join(forms) or "all whole")
+        return Row("overlapped", "overlapped", step, plan.seconds, ", ".join(forms) or _whole(plan))
 
     def row(
         self, name: str, kind: Kind, planned: Planned, note: str, over: Compiled | None = None
@@ -235,6 +236,12 @@ def work(plan: Plan) -> float:
     """Predicted seconds of a call without its transfers."""
     saved = sum(o.whole - o.seconds for o in plan.overlaps)
     return plan.seconds + saved - sum(p.seconds for p in plan.collectives)
+
+
+def _whole(plan: Plan) -> str:
+    """Why nothing is overlapped: what most of what was weighed says."""
+    why = Counter([*(o.reason for o in plan.overlaps if o.reason), *plan.bare.values()]).most_common(1)
+    return ": ".join(["all whole", *(words for words, _ in why)])
 
 
 def _how(planned: Planned) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 import warnings
@@ -27,6 +28,8 @@ from plait.cluster import Cluster
 from plait.report.tables import show
 from plait.runtime.sampler import Sampler, clock
 
+# Variables that change how fast transfers and launches are.
+TELLING = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "GLOO_", "NCCL_", "OMP_NUM_THREADS", "TORCH_NCCL_")
 # Of outputs against one device's, as a part of their norm: what rounding in another order may do.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.bfloat16: 0.1, torch.float16: 0.02}
 
@@ -84,6 +87,7 @@ class Bed:
             "threads": torch.get_num_threads(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "cluster": self.cluster.name,
+            "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(TELLING)},
         }
 
 

@@ -27,6 +27,7 @@ aten = torch.ops.aten
 
 
 BACK = ".backward"  # of a move's name: that of its way back
+SEED = "plait_seed"  # the last placeholder of a program that draws
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Emitter:
     def _place_seed(self) -> None:
         """One more placeholder, after the last, if anything draws."""
         if self._seed is None and self._draws:
-            self._seed = self.graph.placeholder("plait_seed")
+            self._seed = self.graph.placeholder(SEED)
 
     def _set(self, node: fx.Node, x: fx.Node, layout: Layout) -> None:
         x.meta.update({k: node.meta[k] for k in _KEPT if k in node.meta})

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from plait.passes.partition import Local
+from plait.passes.partition import SEED, Local
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,13 @@ class _Builder:
         outputs = [made[by_name[v]] for v in sent]
         outputs += [made[x] if isinstance(x, fx.Node) else x for _, x in results]
         graph.output(tuple(outputs))
-        inputs = [n.name for n in sources if n.name not in self.shares and n.name != _SEED]
+        inputs = [n.name for n in sources if n.name not in self.shares and n.name != SEED]
         return Stage(
             self.index,
             graph,
             tuple(n.name for n in sources if n.name in self.shares),
             tuple(inputs),
-            any(n.name == _SEED for n in sources),
+            any(n.name == SEED for n in sources),
             tuple(receives),
             tuple(sends),
             (*sent, *(x.name if isinstance(x, fx.Node) else "" for _, x in results)),
@@ -184,5 +184,4 @@ class _Builder:
         )
 
 
-_SEED = "plait_seed"
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)

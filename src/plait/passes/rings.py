@@ -26,7 +26,7 @@ from torch import fx
 from plait.passes import ops
 from plait.passes.expand import is_random
 from plait.passes.norms import fuse
-from plait.passes.partition import Local, Site
+from plait.passes.partition import SEED, Local, Site
 from plait.passes.trace import Spec, trace
 from plait.program import Program
 from plait.rules.moves import Cut, count
@@ -162,17 +162,27 @@ def feed(program: Program, local: Local) -> dict[str, Spec]:
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name not in out:
             out[node.name] = Spec.of(node.meta["val"])
+    if local.seeded:
+        out[SEED] = Spec((), torch.int64, False)
     return out
 
 
 def fixed(program: Program) -> bool:
     """Whether it is of one size, without random draws or state."""
+    return not unfixed(program)
+
+
+def unfixed(program: Program) -> str:
+    """What of it is not the same in every call, or ''."""
     values = (n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder")
     whole = all(
         isinstance(v, torch.Tensor) and all(isinstance(s, int) for s in v.shape) for v in values
     )
-    still = not program.sizes and not program.mutations
-    return whole and still and not any(map(is_random, program.graph.nodes))
+    if program.sizes or not whole:
+        return "sizes differ from call to call"
+    if program.mutations:
+        return "a call changes buffers"
+    return "it draws random numbers" if any(map(is_random, program.graph.nodes)) else ""
 
 
 def normed(node: fx.Node) -> fx.Node | None:

@@ -141,7 +141,7 @@ def _ring(clock: _Clock, debts: _Debts, blocking: Mapping[str, float]) -> Overla
         whole += clock.of_data(clock.rows) + clock.of_weights()
         moved += blocking[f"{name}{BACK}"]
     return Overlapped(
-        region=name,
+        region=", ".join(m.name for m in event.matmuls) or name,
         form=f"{RING} {replace(route, late=debts.late)}",
         sites=(name,),
         nodes=len(event.matmuls),

@@ -5,7 +5,7 @@ linear_3..mul_10 by f2: rows 4; 812.0 us of 930.1 us, exposed 40.2 us: move_2 mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from plait.cluster import Cluster
@@ -16,9 +16,10 @@ from plait.passes.overlap.chunks import Form
 from plait.passes.overlap.flow import Edge, Flow
 from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.timeline import Machine
-from plait.passes.partition import Local
+from plait.passes.partition import BACK, Local, Site
 from plait.plan import direct, owed
-from plait.plan.plan import Overlapped, Plan
+from plait.plan.plan import Overlapped, Placed, Plan
+from plait.rules.equation import atoms
 
 
 def check(overlap: str | int) -> None:
@@ -36,12 +37,41 @@ def machine(cluster: Cluster, n: int, collective: Callable[[str, float], float])
     return Machine(cluster.device, collective, n, loses, _START[kind])
 
 
-def held(overlap: str | int, device: Device, recompute: str = "off") -> tuple[str, ...]:
-    """A line that says why nothing runs in chunks within stages, where something could have."""
-    cuda = device.kind == "cuda"
-    why = "stages on CUDA devices run without chunks" if cuda else "activations are computed again"
-    asked = overlap not in ("off", 1)
-    return (f"overlap: off instead of {overlap}: {why}",) if asked and (cuda or recompute != "off") else ()
+def held(overlap: str | int, device: Device, recompute: str = "off") -> str:
+    """Why nothing runs in chunks within stages, where something could have; or ''."""
+    if overlap in ("off", 1):
+        return ""
+    if device.kind == "cuda":
+        return "stages on CUDA devices run without chunks"
+    return "activations are computed again" if recompute != "off" else ""
+
+
+def left(placed: Sequence[Placed], listed: Sequence[Overlapped], whole: bool = True) -> list[str]:
+    """The collectives beside which nothing runs; `whole`: nor could anything that was weighed."""
+    known = {x for o in listed if whole or o.form != "whole" for x in o.sites}
+    return [p.name for p in placed if not {p.name, p.name.removesuffix(BACK)} & known]
+
+
+def bare(
+    flow: Flow, first: Local, placed: Sequence[Placed], listed: Sequence[Overlapped], barred: str = ""
+) -> dict[str, str]:
+    """Why nothing runs beside a collective, where that is not a matter of its region; `barred`: of all of them."""
+    if barred:
+        return dict.fromkeys(left(placed, listed, whole=False), barred)
+    names = left(placed, listed)
+    edges = {_key(e): e for e in flow.edges if e.collectives} if names else {}
+    sites = [first.sites[name.removesuffix(BACK)] for name in names]
+    why = [_alone(flow, site, edges.get(site.key.rpartition(" #")[0])) for site in sites]
+    return {name: words for name, words in zip(names, why, strict=True) if words}
+
+
+def _alone(flow: Flow, site: Site, edge: Edge | None) -> str:
+    if edge is None:
+        return f"it is a step of {site.source}, which runs in one piece"
+    known = {f for dim in edge.dims for f in atoms(dim) if f.size > 1}
+    if not known:
+        return "it is a single number"
+    return "its sizes differ from call to call" if known <= flow.description.symbolic else ""
 
 
 def decide(
@@ -53,6 +83,7 @@ def decide(
     chosen, weighed = choose(flow, overlap, machine, machine.n)
     if overlap == "auto" and machine.device.kind == "cuda":
         chosen = {}  # weighed and shown, but chunks on CUDA streams are not measured yet
+        weighed = [replace(c, unasked=True) for c in weighed]
     names: dict[str, list[str]] = {}
     for site in first.sites.values():
         names.setdefault(site.key.rpartition(" #")[0], []).append(site.name)

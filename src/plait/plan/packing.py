@@ -55,10 +55,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights whose matmuls are one, and the seconds that it saves."""
+    """Weights whose matmuls are one, and the part of their time that it saves: the clock's seconds are not the
+    plan's, which may be fewer than those that the clock saves."""
 
     weights: Names
-    gain: float
+    matmuls: tuple[str, ...]
+    gain: float  # seconds, by the clock
+    part: float
 
 
 def decide(flow: Flow, clock: Clock) -> Iterator[Packed]:
@@ -82,7 +85,8 @@ def _parts(flow: Flow, pack: Pack) -> Iterator[Pack]:
 def _weighed(flow: Flow, clock: Clock, pack: Pack) -> Packed:
     facts = _facts(flow, pack)
     apart, together = clock.apart(*facts), clock.together(*facts)
-    return Packed(pack.weights, apart - together if apart > GAIN * together else 0.0)
+    gain = apart - together if apart > GAIN * together else 0.0
+    return Packed(pack.weights, tuple(m.name for m in pack.matmuls), gain, gain / max(apart, 1e-12))
 
 
 def _facts(flow: Flow, pack: Pack) -> tuple[int, int, list[int], torch.dtype, bool]:

@@ -261,6 +261,7 @@ class Plan:
     packed: tuple[tuple[str, ...], ...] = ()  # weights whose matmuls are one (passes/pack.py)
     choice: Choice | None = None  # where more than one mesh, schedule or cut in time was weighed
     measured: Measured | None = None  # where overlap was predicted to gain, and ranks were there to try it
+    bare: Mapping[str, str] = field(default_factory=dict)  # collectives beside which nothing can run, and why
 
     @property
     def machine(self) -> str:

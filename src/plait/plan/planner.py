@@ -25,13 +25,14 @@ from plait.passes.overlap.weave import weave
 from plait.passes.pack import merge
 from plait.passes.partition import BACK, Local, Share, Site, partition
 from plait.passes.pipeline import Borders
-from plait.passes.rings import find
+from plait.passes.rings import find, unfixed
 from plait.passes.rings import fixed as fixed_sizes
 from plait.plan import direct, overlaps, owed, packing
 from plait.plan import work as works
 from plait.plan.classes import classes
 from plait.plan.direct import Peers
 from plait.plan.kept import kept
+from plait.plan.packing import Packed
 from plait.plan.plan import Choice, Overlapped, Placed, Plan
 from plait.plan.prices import Collective, CostPrices, Rates
 from plait.plan.problem import Problem, build
@@ -51,6 +52,7 @@ NOISE = 1.1
 # A split for direct moves is taken if it is predicted this much faster than the best blocking one.
 DIRECT_GAIN = 1.03
 COPIES = "gradients"  # among a plan's times: their way out of a step's graphs
+_SLOWER = "no faster way for it through the peers' memory is known"
 # What a move by rows is taken to cost beside a matmul when such a split is looked for.
 BESIDE = 0.1
 
@@ -104,12 +106,18 @@ class Laid:
         leaders = {c: self.problem.choices[node] for node, c in reversed(self.tied.items())}
         return sum(n * self.prices.node(leaders[c], 0) for c, n in members.items() if not leaders[c].weight)
 
-    def seconds(self) -> Iterator[float]:
-        """Of every operator that runs by itself; the inside of a fused norm does not."""
-        for step in self.whole.steps:
-            choice = self.problem.choices.get(step.node)
-            if choice is None or not self.prices.fused(choice, self.strategies[step.node]):
-                yield step.compute(1.0, self.prices.rates)
+    def times(self, packed: Sequence[Packed]) -> Iterator[tuple[str, float, float]]:
+        """Seconds there and back of every operator that runs by itself; the inside of a fused norm does not."""
+        saved = {name: p.part for p in packed for name in p.matmuls}
+        inside = {step.node.name for step in self.whole.steps if self._within(step.node)}
+        for name, there, back in self.whole.times():
+            if name not in inside:
+                left = 1 - saved.get(name, 0.0)
+                yield name, left * there, left * back
+
+    def _within(self, node: fx.Node) -> bool:
+        choice = self.problem.choices.get(node)
+        return choice is not None and self.prices.fused(choice, self.strategies[node])
 
 
 @dataclass(frozen=True)
@@ -186,7 +194,18 @@ def make(
         return best
     rows = _planned(lay(program, options, like=blocking, fuse=True, beside=BESIDE), options)
     margin = DIRECT_GAIN if direct.routes(best.plan.overlaps) else 1.0
-    return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else best
+    return rows if rows.plan.seconds * DIRECT_GAIN < best.plan.seconds * margin else _slower(best, rows)
+
+
+def _slower(best: Planned, rows: Planned) -> Planned:
+    """`best`, which says of what blocks in it that moves of rows were weighed."""
+    plan = best.plan
+    if direct.routes(plan.overlaps) or not direct.routes(rows.plan.overlaps):
+        return best
+    mine, other = (f"{1e3 * p.seconds:.3g} ms" for p in (plan, rows.plan))
+    why = f"by rows through the peers' memory a call is predicted to take {other} instead of {mine}"
+    names = overlaps.left(plan.collectives, plan.overlaps, whole=False)
+    return replace(best, plan=replace(plan, bare=dict.fromkeys(names, why)))
 
 
 def launched(program: Program, options: Options) -> Options:
@@ -211,6 +230,17 @@ def _peers(program: Program, options: Options) -> Peers | None:
     """Devices whose memory the moves may go through, where the user left the choice to us."""
     free = options.overlap == "auto" and options.algorithm == "auto"
     return Peers.of(options.cluster, options.tp) if free and fixed_sizes(program) else None
+
+
+def _barred(program: Program, options: Options) -> str:
+    """Why no move of it goes through the peers' memory, which is what hides moves on CUDA; or ''."""
+    if options.overlap != "auto" or options.cluster.device.kind != "cuda" or _peers(program, options) is not None:
+        return ""
+    if why := unfixed(program):
+        return f"{why}, so nothing moves through the peers' memory"
+    if options.algorithm != "auto":
+        return "its algorithm was asked for, so nothing moves through the peers' memory"
+    return "these devices do not reach each other's memory"
 
 
 def replay(program: Program, plan: Plan, options: Options) -> Planned:
@@ -312,7 +342,11 @@ def _planned(laid: Laid, options: Options) -> Planned:
         chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
         if options.overlap == "auto" and not chosen:
             listed += owed.weigh(program, first, {p.name: p.seconds for p in placed}, machine)
-    saved = sum(o.whole - o.seconds for o in listed) + sum(p.gain for p in packed)
+    on = options.overlap not in ("off", 1)
+    barred = _barred(program, options) or (_SLOWER if direct.routes(listed) else "")
+    bare = overlaps.bare(flow, first, placed, listed, barred) if on else {}
+    times = (*[(COPIES, 0.0, copies)] * (copies > 0), *laid.times(packed))
+    saved = sum(o.whole - o.seconds for o in listed)
     alone = laid.alone() + sum(step.launches for step in work.steps) * rates.launch
     splits = {s.split.name: str(s.split) for s in strategies.values() if s.split is not None}
     plan = Plan(
@@ -333,12 +367,13 @@ def _planned(laid: Laid, options: Options) -> Planned:
         kept=kept(first, program.unused, program.graph, laid.description, options.tp),
         bytes_per_rank=tuple(_stored(first.shares, r) for r in range(options.tp)),
         bytes_whole=sum(prod(w.shape) * w.dtype.itemsize for w in program.weights),
-        seconds=sum(laid.seconds()) + sum(p.seconds for p in placed) - saved + copies,
+        seconds=sum(there + back for _, there, back in times) + sum(p.seconds for p in placed) - saved,
         seconds_alone=alone,
         notes=program.notes,
         overlap=str(options.overlap),
         overlaps=listed,
-        times=(*[(COPIES, 0.0, copies)] * (copies > 0), *work.times()),
+        bare=bare,
+        times=times,
         packed=packs,
         choice=options.choice if options.choice and options.choice.program == program.digest else None,
     )

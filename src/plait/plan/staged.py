@@ -18,7 +18,7 @@ from plait.errors import PlanError
 from plait.mesh import ORDERS, Mesh
 from plait.passes import microbatch, schedule
 from plait.passes.microbatch import Batch, Joined
-from plait.passes.partition import Share, partition
+from plait.passes.partition import Local, Share, partition
 from plait.passes.schedule import Schedule
 from plait.plan import joint, overlaps, planner
 from plait.plan.gradients import room, summed
@@ -125,10 +125,14 @@ def _plan(
         modules=tuple(modules.get(name, "") for name in firsts),
     )
     ends = best.parts["gradients"] + best.parts["outputs"]
-    held = overlaps.held(wanted, options.cluster.device, best.recompute) if options.tp > 1 else ()
+    held = overlaps.held(wanted, options.cluster.device, best.recompute) if options.tp > 1 else ""
+    notes = (f"overlap: off instead of {wanted}: {held}",) if held else ()
     wanted = "off" if held else wanted
-    listed = [_overlapped(p, staged, wanted, options) for p in (planned, *rest)]
+    every = [(p, p.local(0)) for p in (planned, *rest)]
+    listed = [_overlapped(p, local, staged, wanted, options) for p, local in every]
     staged = _hiding(staged, order, listed)
+    on = held or wanted not in ("off", 1)
+    bare = overlaps.bare(planned.flow, every[0][1], planned.plan.collectives, listed[0], held) if on else {}
     return replace(
         planned.plan,
         pp=wish.pp,
@@ -138,9 +142,10 @@ def _plan(
         seconds=played(order, staged.seconds, best.recompute) + ends,
         seconds_alone=planned.plan.seconds_alone * pieces,
         cluster=str(wish.cluster),
-        notes=(*planned.plan.notes, *choice.notes, *held),
+        notes=(*planned.plan.notes, *choice.notes, *notes),
         overlap=str(wanted),
         overlaps=listed[0],
+        bare=bare,
         times=(),
         packed=(),  # a cut may come between them
         choice=choice,
@@ -224,12 +229,12 @@ def _choice(
 
 
 def _overlapped(
-    piece: Planned, staged: Staged, overlap: str | int, options: Options
+    piece: Planned, first: Local, staged: Staged, overlap: str | int, options: Options
 ) -> tuple[Overlapped, ...]:
     """The regions of all stages, and how they run: each region is in one stage."""
     flow = replace(piece, plan=replace(piece.plan, staged=staged)).flow
     machine = overlaps.machine(options.cluster, options.tp, planner.collective(options))
-    return overlaps.decide(flow, overlap, machine, piece.local(0))[1]
+    return overlaps.decide(flow, overlap, machine, first)[1]
 
 
 def _hiding(staged: Staged, order: Schedule, listed: Sequence[tuple[Overlapped, ...]]) -> Staged:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import groupby
 
+from plait.plan import direct
 from plait.plan.owed import LATE
-from plait.plan.plan import Placed, Plan
+from plait.plan.plan import Overlapped, Placed, Plan
 
 
 def explain(plan: Plan) -> str:
@@ -69,10 +70,13 @@ def _collectives(plan: Plan) -> list[str]:
 
 def _regions(plan: Plan) -> list[str]:
     """What can run in chunks, in what chunks it does, and why not where it does not."""
-    regions = [o for o in plan.overlaps if o.form != LATE]
+    peers = [o for o in plan.overlaps if direct.direct(o.form)]
+    late = sum(o.form == LATE for o in plan.overlaps)
+    regions = [o for o in plan.overlaps if o.form != LATE and o not in peers]
     cut = sum(o.form != "whole" for o in regions)
     lines = [f"regions: {cut} of {len(regions)} in chunks"] if regions else []
-    late = len(plan.overlaps) - len(regions)
+    beside = sum(map(_hides, peers))
+    lines += [f"moves through the peers' memory: {len(peers)}, {beside} of them beside matmuls"] if peers else []
     lines += [f"moves of gradients beside gradients of weights: {late}"] if late else []
     staged = plan.staged
     if staged is None:
@@ -89,20 +93,32 @@ def _regions(plan: Plan) -> list[str]:
 def _beside(plan: Plan, placed: Placed) -> str:
     """What a collective runs beside, or why beside nothing."""
     found = [o for o in plan.overlaps if o.moves(placed.name)]
+    held = plan.bare.get(placed.name, "")
     cut = next((o for o in found if o.form != "whole"), None)
+    if cut is not None and direct.direct(cut.form) and not _hides(cut):
+        times = f"predicted {_time(cut.exposed)} instead of {_time(placed.seconds)}"
+        return f"not overlapped: through the peers' memory by a kernel, {cut.form}, {times}"
     if cut is not None:
-        how = "" if cut.form == LATE else f" in {cut.form}"
+        by = "through the peers' memory, " if direct.direct(cut.form) else "in "
+        how = "" if cut.form == LATE else f" {by}{cut.form}"
         return (
             f"overlapped with {cut.region}{how}, {cut.nodes} operators, predicted exposed "
             f"{_time(cut.exposed)} of the region's {_time(cut.seconds)}"
         ) + (f" ({cut.reason})" if cut.reason else "")
     if found:
         best = min(found, key=lambda o: o.seconds)
-        return f"not overlapped: {best.reason}"
+        return f"not overlapped: {'; '.join(why for why in (held, best.reason) if why)}"
+    if held:
+        return f"not overlapped: {held}"
     if plan.measured is not None and plan.measured.blocking:
         return f"not overlapped: {plan.measured.brief}"
     off = plan.overlap in ("off", "1")
     return "not overlapped: " + ("overlap is off" if off else "nothing around it runs in chunks")
+
+
+def _hides(moved: Overlapped) -> bool:
+    """Whether rows that go through the peers' memory do so beside matmuls: a kernel may move all of them."""
+    return moved.nodes > 0 and all(r.direct < 1 for r in direct.routes((moved,)).values())
 
 
 def _whole(plan: Plan) -> list[str]:

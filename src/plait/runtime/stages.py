@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from plait.passes import late
 from plait.passes.microbatch import WHOLE_COPY
 from plait.passes.overlap.check import closed
-from plait.passes.partition import Local
+from plait.passes.partition import SEED, Local
 from plait.passes.pipeline import Stage, Wire, split, stage_of
 from plait.passes.schedule import Schedule
 from plait.passes.trace import Reach, Spec, reach, trace
@@ -155,7 +155,7 @@ class Stages:
                 feed[name] = Spec(tuple(shape), x.dtype, grad and x.requires_grad)
             else:
                 feed[name] = x
-        feed["plait_seed"] = Spec((), torch.int64, False)
+        feed[SEED] = Spec((), torch.int64, False)
         return feed
 
     def reached(self, k: int, specs: Sequence[Mapping[str, Spec]], ends: frozenset[int]) -> Reach:

@@ -37,6 +37,7 @@ class Candidate:
     whole: float  # seconds of the region in one piece
     hideable: float  # of it, seconds of transfers
     shared: bool = False  # the cores that compute also carry the transfers
+    unasked: bool = False  # it would run only where chunks are asked for
 
     @property
     def gain(self) -> float:
@@ -52,7 +53,11 @@ class Candidate:
             return f"too few rows ({self.region.factor.size})"
         if self.hideable > work:
             return "the transfers are longer than the compute beside them"
-        return f"the best form, {self.form}, would gain {100 * self.gain / max(self.whole, 1e-12):.1f}%"
+        part = 100 * self.gain / max(self.whole, 1e-12)
+        if part < 0:
+            return f"the best form, {self.form}, would lose {-part:.1f}%"
+        only = ", but here chunks run only where they are asked for" if self.unasked else ""
+        return f"the best form, {self.form}, would gain {part:.1f}%{only}"
 
 
 def choose(
