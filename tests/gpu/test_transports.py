@@ -197,7 +197,7 @@ def delayed(workspace: Any, device: torch.device) -> None:
     shot = OneShot(workspace, 4, 64, DTYPE)
     workspace.ready()
     out = torch.empty(4, 64, dtype=DTYPE, device=device)
-    for turn in range(200 if CUDA else 12):
+    for turn in range(1000 if CUDA else 12):
         parts = terms(workspace.ranks, 4, 64, device, seed=turn)
         if chance.random() < 0.3:
             if CUDA:
@@ -211,6 +211,6 @@ def delayed(workspace: Any, device: torch.device) -> None:
 JOBS = [one_shot, one_shot_nan, two_shot, block, delayed]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.skipif(not CUDA, reason="slow"))])
 def test_transports(ranks: int) -> None:
     run_ranks(ranks, 1 << 24, JOBS)
