@@ -225,6 +225,15 @@ def _chosen() -> Made:
     return Net(run, a=linear(8, 12), out=weight(12, 3)), (learned(2, 5, 8),), "a.weight out"
 
 
+# -- buffers of several names --------------------------------------------------------------------------
+
+
+def _norm_at_two_places() -> Made:
+    norm = nn.BatchNorm1d(8)
+    model = nn.Sequential(linear(6, 8), norm, nn.Tanh(), linear(8, 8), norm, linear(8, 5)).train()
+    return model, (learned(7, 6),), "0.weight 3.weight 1.weight 1.running_mean"
+
+
 KINDS: dict[str, Callable[[], Made]] = {
     "detached, changed in place": lambda: _of(_detached),
     "without gradients, changed in place": lambda: _of(_no_grad),
@@ -244,6 +253,7 @@ KINDS: dict[str, Callable[[], Made]] = {
     "assigned": _assigned,
     "recurrent": _recurrent,
     "chosen": _chosen,
+    "a norm at two places": _norm_at_two_places,
 }
 
 

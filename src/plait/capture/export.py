@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, OutputKind
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
 from plait.capture.functions import traced, write_out
-from plait.capture.names import renamed
+from plait.capture.names import identity, renamed
 from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
 from plait.capture.python import spoken
 from plait.capture.refuse import explained, refuse_fixed, refuse_model
@@ -65,11 +67,29 @@ def _export(
         exported = torch.export.export(
             model, args, kwargs, dynamic_shapes=call.dynamic_shapes(), strict=False
         )
+    _share_buffers(exported)
     prepare(exported.graph_module, training)
     order = _order(exported)
     exported = renamed(exported, lambda e: e.run_decompositions(decompositions()))
     write_out(exported)
     return Export(exported, call, blocks, notes, order=order)
+
+
+def _share_buffers(exported: ExportedProgram) -> None:
+    """One placeholder for a buffer of several names (a batch norm at two places): what one use writes the next
+    reads, and torch traces no inputs that share memory where one of them is changed."""
+    nodes = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    first: dict[Any, fx.Node] = {}
+    for spec in list(exported.graph_signature.input_specs):
+        if spec.kind is not InputKind.BUFFER:
+            continue
+        node, name = nodes[spec.arg.name], str(spec.target)
+        kept = exported.state_dict.get(name, exported.constants.get(name))
+        if kept is None or (leader := first.setdefault(identity(kept), node)) is node:
+            continue
+        node.replace_all_uses_with(leader)
+        exported.graph.erase_node(node)
+        exported.graph_signature.input_specs.remove(spec)
 
 
 def _order(exported: ExportedProgram) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from plait.capture.blocks import Blocks
 from plait.capture.call import Call
 from plait.capture.export import Export
+from plait.capture.names import identity
 from plait.capture.refuse import OBJECT, SIZED_BY_VALUES, traced_place
 from plait.capture.splice import Splice
 from plait.errors import CaptureError
@@ -158,7 +159,7 @@ def _groups(model: torch.nn.Module, exported: ExportedProgram) -> Iterator[_Grou
     persistent = set(model.state_dict(keep_vars=True))
     groups: dict[Any, list[tuple[str, torch.Tensor, WeightKind]]] = {}
     for name, tensor, kind in _named_tensors(model, exported):
-        groups.setdefault(_identity(tensor), []).append((name, tensor, kind))
+        groups.setdefault(identity(tensor), []).append((name, tensor, kind))
     for members in groups.values():
         names = tuple(name for name, _, _ in members)
         _, tensor, kind = members[0]
@@ -186,12 +187,6 @@ def _attribute(model: torch.nn.Module, name: str, default: torch.Tensor) -> torc
     except AttributeError:
         found = None
     return found if isinstance(found, torch.Tensor) else default
-
-
-def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for two names of one tensor."""
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 # -- inputs and outputs --------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
-"""Names of weights that torch's own modules of a graph cannot have: `graph`, `code`, `in`."""
+"""Names of weights: those that torch's own modules of a graph cannot have (`graph`, `code`, `in`), and two of one."""
 
 from __future__ import annotations
 
 import keyword
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 
@@ -17,6 +18,12 @@ def renamed(
     others = {name: _other(name, taken) for name in sorted(taken) if _unfit(name)}
     made = step(_rename(exported, others))
     return _rename(made, {other: name for name, other in others.items()})
+
+
+def identity(tensor: Tensor) -> Any:
+    """Equal for two names of one tensor."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _unfit(name: str) -> bool:

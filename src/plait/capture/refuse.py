@@ -225,6 +225,8 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
         )
     if "Constraints violated" in text:
         return _constraints(text, places)
+    if "expected compiled_fn to be GraphModule" in text:
+        return OVERLAPPING
     if "torch._C.Generator" in text:  # torch 2.11 says it here
         return f"{place}{OBJECT}"
     if "DynamicOutputShape" in type(error).__name__:
@@ -253,6 +255,11 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
 SIZED_BY_VALUES = (
     "the size of the result depends on the values of a tensor, which is not supported; keep the size and "
     "mask what does not count (torch.where), or pass it as a Python number"
+)
+
+OVERLAPPING = (
+    "two buffers share a part of their memory, and forward changes one of them: make them one buffer, and slice it "
+    "where it is read"
 )
 
 OBJECT = (
