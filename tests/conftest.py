@@ -52,18 +52,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         families[_family(item)].append(item)
 
-    def runs(item: pytest.Item) -> bool:
-        if item.get_closest_marker("unthinned"):
-            return True
-        family = families[_family(item)]
-        if sample := item.get_closest_marker("sample"):
-            others = [x for x in family if not x.get_closest_marker("full")]
-            return item in sorted(others, key=_place)[: sample.args[0]]
-        return len(family) < THINNED or _place(item) % part == 0
+    kept = {item for family in families.values() for item in _thinned(family, part)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
-    dropped = [item for item in items if not runs(item)]
-    config.hook.pytest_deselected(items=dropped)
-    items[:] = [item for item in items if runs(item)]
+
+def _thinned(family: list[pytest.Item], part: int) -> list[pytest.Item]:
+    if sample := family[0].get_closest_marker("sample"):
+        plain = [item for item in family if not item.get_closest_marker("full")]
+        return sorted(plain, key=_place)[: sample.args[0]]
+    if len(family) < THINNED:
+        return family
+    return [item for item in family if item.get_closest_marker("unthinned") or _place(item) % part == 0]
 
 
 def _family(item: pytest.Item) -> str:

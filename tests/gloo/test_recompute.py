@@ -148,6 +148,7 @@ def chosen(group: Any, mesh: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2/3", marks=FULL)])
+@pytest.mark.full
 def test_auto_goes_by_the_memory_of_a_device(pool: Pool, mesh: str) -> None:
     for roomy, short in pool.run(chosen, 2, mesh):
         assert roomy.startswith("activations are kept, they fit the ")

@@ -167,6 +167,7 @@ def one_row(group: Any, mesh: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     "mesh", [(1, 1, 3), *(pytest.param(m, marks=pytest.mark.full) for m in ((2, 1, 2), (1, 2, 2)))]
 )
+@pytest.mark.full
 def test_a_row_each_of_a_language_model(pool: Pool, mesh: Any) -> None:
     tp, pp, dp = mesh
     prove.alike(pool.run(one_row, tp * pp * dp, mesh))

@@ -97,7 +97,7 @@ ONES = ("b01_bias_after_the_sum", "b41_strided_and_expanded", "groups_nine_over_
 
 
 @pytest.mark.parametrize("case", [*ONES, "tied_thrice", "b29_encoder_decoder"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_gradients_accumulate(pool: Pool, case: str) -> None:
     prove.alike(pool.run(prove.accumulated, 2, case, "tp2"))
 

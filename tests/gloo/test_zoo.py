@@ -69,6 +69,6 @@ def test_outputs(pool: Pool, name: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "tp"), GRID)
-@pytest.mark.sample(12)
+@pytest.mark.sample(9)
 def test_gradients(pool: Pool, name: str, tp: int) -> None:
     prove.alike([report for report, _ in pool.run(right, tp, name, True)])
