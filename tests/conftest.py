@@ -29,6 +29,14 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture
+def fresh() -> Iterator[Pool]:
+    """A pool of its own, for tests that break the group."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
 THINNED = 60  # tests of one function: beyond it, a fixed part of them stands for the rest
 
 

@@ -145,13 +145,9 @@ def read(group: Any, mesh: Mesh, folder: str, state: dict[str, Tensor]) -> None:
     ("culprit", "what"), [(1, "fsync"), *(pytest.param(0, w, marks=pytest.mark.full) for w in ("fsync", "replace"))]
 )
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_one_before(
-    pool: Pool, tmp_path: Path, culprit: int, what: str
+    pool: Pool, fresh: Pool, tmp_path: Path, culprit: int, what: str
 ) -> None:
-    fresh = Pool()
-    try:
-        answers = fresh.ask(killed, 3, (1, 3, 1), str(tmp_path), culprit, what)
-    finally:
-        fresh.close()
+    answers = fresh.ask(killed, 3, (1, 3, 1), str(tmp_path), culprit, what)
     answers.pop(culprit)
     assert all(f"rank {culprit} " in words for words, _ in answers), answers
     assert len({p.name.split("-")[1] for p in tmp_path.glob("shard-*")}) == 2, "the second has begun"

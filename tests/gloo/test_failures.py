@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,6 @@ def scenario(
             with pytest.raises(RankError, match="make another group"):
                 Watch(group)
         return took, f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.fixture
-def fresh() -> Iterator[Pool]:
-    """A pool of its own, for tests that break the group."""
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("wait", [all_reduce, receive, send_much, subgroup])
@@ -384,12 +376,8 @@ def absent(group: Any, stay: bool) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("stay", [True, False])
-def test_who_does_not_come_is_named(stay: bool) -> None:
-    pool = Pool()
-    try:
-        answers = pool.run(absent, 3, stay)
-    finally:
-        pool.close()
+def test_who_does_not_come_is_named(fresh: Pool, stay: bool) -> None:
+    answers = fresh.run(absent, 3, stay)
     words = (
         "save: rank 1 did not come to it within 1 s" if stay else "save: rank 1 ended before coming"
     )
@@ -410,12 +398,8 @@ def own_error(group: Any) -> str:
     return str(caught.value)
 
 
-def test_an_error_of_all_ranks_stays_what_it_is() -> None:
-    pool = Pool()
-    try:
-        assert pool.run(own_error, 2) == ["a fault of the model"] * 2
-    finally:
-        pool.close()
+def test_an_error_of_all_ranks_stays_what_it_is(fresh: Pool) -> None:
+    assert fresh.run(own_error, 2) == ["a fault of the model"] * 2
 
 
 def test_release_spares_a_group_of_one(pool: Pool) -> None:
@@ -440,12 +424,8 @@ def slow_receive(group: Any) -> str:
     return ""
 
 
-def test_gloo_closes_its_pairs_on_a_timeout() -> None:
-    pool = Pool()
-    try:
-        assert "pair closure" in pool.run(slow_receive, 2)[0]
-    finally:
-        pool.close()
+def test_gloo_closes_its_pairs_on_a_timeout(fresh: Pool) -> None:
+    assert "pair closure" in fresh.run(slow_receive, 2)[0]
 
 
 # --- the way back ------------------------------------------------------------------------------

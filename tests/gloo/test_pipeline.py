@@ -290,12 +290,8 @@ def killed(group: Any, mesh: str, culprit: int) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("culprit", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_rank_killed_in_the_middle_of_a_step(culprit: int) -> None:
-    pool = Pool()
-    try:
-        answers = pool.ask(killed, 3, "pp3/7", culprit)
-    finally:
-        pool.close()
+def test_a_rank_killed_in_the_middle_of_a_step(fresh: Pool, culprit: int) -> None:
+    answers = fresh.ask(killed, 3, "pp3/7", culprit)
     answers.pop(culprit)
     for seconds, words in answers:
         assert f"rank {culprit}" in words
@@ -333,12 +329,8 @@ def stopped(group: Any, where: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("where", ["in", pytest.param("before", marks=pytest.mark.full)])
-def test_a_rank_that_is_stopped_and_stays_so(where: str) -> None:
-    pool = Pool()
-    try:
-        answers = pool.run(stopped, 3, where)
-    finally:
-        pool.close()
+def test_a_rank_that_is_stopped_and_stays_so(fresh: Pool, where: str) -> None:
+    answers = fresh.run(stopped, 3, where)
     for seconds, words in answers:
         assert "rank 1 was stopped (SIGSTOP" in words
         assert seconds < 10
@@ -365,11 +357,7 @@ def raising(group: Any, mesh: str) -> str:
 
 
 @pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2/3", marks=pytest.mark.full)])
-def test_a_loss_that_raises_on_one_rank_is_told(mesh: str) -> None:
-    pool = Pool()
-    try:
-        others, own = pool.run(raising, 2, mesh)
-    finally:
-        pool.close()
+def test_a_loss_that_raises_on_one_rank_is_told(fresh: Pool, mesh: str) -> None:
+    others, own = fresh.run(raising, 2, mesh)
     assert own == "bad loss on this rank"
     assert "rank 1 failed: ValueError: bad loss on this rank" in others

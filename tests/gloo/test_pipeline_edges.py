@@ -267,12 +267,8 @@ def running(group: Any, culprit: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("culprit", "kind"), [(1, "B"), pytest.param(2, "F", marks=FULL), pytest.param(0, "B", marks=FULL)]
 )
-def test_a_stage_that_fails_in_a_step_is_named(culprit: int, kind: str) -> None:
-    pool = Pool()
-    try:
-        answers = pool.run(running, 3, culprit, kind)
-    finally:
-        pool.close()
+def test_a_stage_that_fails_in_a_step_is_named(fresh: Pool, culprit: int, kind: str) -> None:
+    answers = fresh.run(running, 3, culprit, kind)
     assert answers.pop(culprit) == "ValueError: bad input on this rank"
     for text in answers:
         assert text.startswith(f"RankError: step: rank {culprit} failed: ValueError: bad input"), text

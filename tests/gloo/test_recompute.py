@@ -173,12 +173,8 @@ def changed(group: Any, mesh: str, schedule: str) -> str:
 
 @FULL
 @pytest.mark.parametrize(("mesh", "schedule"), [("pp1/2", "gpipe"), ("pp1/2", "zero-bubble")])
-def test_weights_that_change_before_the_backward_are_refused(mesh: str, schedule: str) -> None:
-    pool = Pool()  # whose rank is not to be used again
-    try:
-        assert pool.run(changed, 1, mesh, schedule) == ["raised"]
-    finally:
-        pool.close()
+def test_weights_that_change_before_the_backward_are_refused(fresh: Pool, mesh: str, schedule: str) -> None:
+    assert fresh.run(changed, 1, mesh, schedule) == ["raised"]
 
 
 @pytest.mark.full

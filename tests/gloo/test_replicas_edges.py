@@ -263,12 +263,8 @@ def killed(group: Any) -> tuple[float, str]:
     return time.monotonic() - start, str(caught.value)
 
 
-def test_a_replica_killed_in_its_backward_ends_all() -> None:
-    pool = Pool()
-    try:
-        answers = pool.ask(killed, 3)
-    finally:
-        pool.close()
+def test_a_replica_killed_in_its_backward_ends_all(fresh: Pool) -> None:
+    answers = fresh.ask(killed, 3)
     del answers[1]
     for seconds, words in answers:
         assert "rank 1" in words

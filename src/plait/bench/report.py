@@ -34,9 +34,14 @@ class Run:
     left_out: Sequence[str] = ()
     wrong: Sequence[str] = ()  # rows whose output is not the model's
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Of pairs of rows that lie apart, those predicted in the order in which they came, and all."""
+        return order([f.row for f in self.figures.rows])
+
     def to_dict(self) -> dict[str, Any]:
         rows = [f.to_dict() for f in self.figures.rows]
-        right, apart = order([f.row for f in self.figures.rows])
+        right, apart = self.order
         known: dict[str, Any] = {"floor": self.figures.floor, "blocking": self.figures.blocking}
         known["order"] = {"right": right, "apart": apart}
         more = {"left_out": list(self.left_out), "wrong": list(self.wrong)}
@@ -91,7 +96,7 @@ def summary(run: Run) -> list[str]:
     guesses = [abs(f.row.predicted / f.row.seconds - 1) for f in run.figures.rows if f.row.predicted]
     if guesses:
         lines.append(f"predicted against measured: mean error {sum(guesses) / len(guesses):.0%}")
-    right, apart = order([f.row for f in run.figures.rows])
+    right, apart = run.order
     if apart:
         lines.append(f"predicted order: right for {right} of {apart} pairs that lie apart")
     lines += [f"left out: {text}" for text in run.left_out]

@@ -130,7 +130,7 @@ def _candidates(program: Program, d: Description) -> Iterator[Factor]:
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     owned = {f for w in program.weights for dim in d.dims[nodes[w.node]][0] for f in atoms(dim)}
     seen: dict[Factor, None] = {}
-    dims = [d.dims[nodes[i.node]][0] for i in program.inputs if i.node is not None]
+    dims = list(_inputs(program, d).values())
     for depth in range(max(map(len, dims), default=0)):
         for each in dims:
             if depth < len(each):
@@ -138,15 +138,16 @@ def _candidates(program: Program, d: Description) -> Iterator[Factor]:
     return iter(seen)
 
 
+def _inputs(program: Program, d: Description) -> dict[str, Dims]:
+    """The dims of every tensor among the inputs, by its path in the call."""
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    return {i.path: d.dims[nodes[i.node]][0] for i in program.inputs if i.node is not None}
+
+
 def _place(program: Program, d: Description, f: Factor) -> str:
     """Where a factor stands among the inputs."""
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    return next(
-        f"dim {at} of {i.path}"
-        for i in program.inputs
-        for at, dim in enumerate(d.dims[nodes[i.node]][0] if i.node is not None else ())
-        if f in atoms(dim)
-    )
+    every = ((path, at, dim) for path, dims in _inputs(program, d).items() for at, dim in enumerate(dims))
+    return next(f"dim {at} of {path}" for path, at, dim in every if f in atoms(dim))
 
 
 def _cut(program: Program, d: Description, split: Split) -> Batch | Uncut:

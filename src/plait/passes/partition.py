@@ -45,6 +45,11 @@ class Site:
     key: str = ""  # what moves and where to: equal however the program is ordered
     of: str = ""  # the site of which this is one chunk: started and waited for apart
 
+    @property
+    def edge(self) -> str:
+        """The key without the number of the move among those that have it in common."""
+        return self.key.rpartition(" #")[0]
+
 
 @dataclass(frozen=True)
 class Share:

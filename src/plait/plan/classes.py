@@ -8,7 +8,7 @@ the first and the last layer's boundary from the middle, and leave all middle la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from torch import fx
 
@@ -38,6 +38,14 @@ def classes(problem: Problem, rounds: int = ROUNDS) -> dict[fx.Node, int]:
             }
         )
     return colours
+
+
+def leaders(tied: Mapping[fx.Node, int]) -> dict[int, fx.Node]:
+    """The first node of every class."""
+    first: dict[int, fx.Node] = {}
+    for node, c in tied.items():
+        first.setdefault(c, node)
+    return first
 
 
 def _number(colours: dict[fx.Node, Hashable]) -> dict[fx.Node, int]:

@@ -37,9 +37,14 @@ def machine(cluster: Cluster, n: int, collective: Callable[[str, float], float])
     return Machine(cluster.device, collective, n, loses, _START[kind])
 
 
+def asked(overlap: str | int) -> bool:
+    """Whether anything is to run beside a collective."""
+    return overlap not in ("off", 1)
+
+
 def held(overlap: str | int, device: Device, recompute: str = "off") -> str:
     """Why nothing runs in chunks within stages, where something could have; or ''."""
-    if overlap in ("off", 1):
+    if not asked(overlap):
         return ""
     if device.kind == "cuda":
         return "stages on CUDA devices run without chunks"
@@ -61,7 +66,7 @@ def bare(
     names = left(placed, listed)
     edges = {_key(e): e for e in flow.edges if e.collectives} if names else {}
     sites = [first.sites[name.removesuffix(BACK)] for name in names]
-    why = [_alone(flow, site, edges.get(site.key.rpartition(" #")[0])) for site in sites]
+    why = [_alone(flow, site, edges.get(site.edge)) for site in sites]
     return {name: words for name, words in zip(names, why, strict=True) if words}
 
 
@@ -78,7 +83,7 @@ def decide(
     flow: Flow, overlap: str | int, machine: Machine, first: Local
 ) -> tuple[dict[Region, Form], tuple[Overlapped, ...]]:
     """The regions to cut; and of all that could be, what was weighed."""
-    if overlap == "off" or overlap == 1:
+    if not asked(overlap):
         return {}, ()
     chosen, weighed = choose(flow, overlap, machine, machine.n)
     if overlap == "auto" and machine.device.kind == "cuda":
@@ -86,7 +91,7 @@ def decide(
         weighed = [replace(c, unasked=True) for c in weighed]
     names: dict[str, list[str]] = {}
     for site in first.sites.values():
-        names.setdefault(site.key.rpartition(" #")[0], []).append(site.name)
+        names.setdefault(site.edge, []).append(site.name)
     stages = (flow.stages[c.region.nodes[0]] for c in weighed)
     listed = (_spell(c, chosen, names, overlap) for c in weighed)
     return chosen, tuple(replace(o, stage=s) for o, s in zip(listed, stages, strict=True))

@@ -29,7 +29,7 @@ from plait.passes.rings import find, unfixed
 from plait.passes.rings import fixed as fixed_sizes
 from plait.plan import direct, overlaps, owed, packing
 from plait.plan import work as works
-from plait.plan.classes import classes
+from plait.plan.classes import classes, leaders
 from plait.plan.direct import Peers
 from plait.plan.kept import kept
 from plait.plan.packing import Packed
@@ -78,7 +78,7 @@ class Laid:
     program: Program
     description: Description
     problem: Problem
-    tied: dict[fx.Node, int]  # nodes that look alike
+    tied: Mapping[fx.Node, int]  # nodes that look alike
     strategies: dict[fx.Node, Strategy]
     grads: set[fx.Node]
     prices: CostPrices
@@ -103,8 +103,8 @@ class Laid:
     def alone(self) -> float:
         """Seconds of the operators on one device; those that look alike are priced once."""
         members = Counter(self.tied.values())
-        leaders = {c: self.problem.choices[node] for node, c in reversed(self.tied.items())}
-        return sum(n * self.prices.node(leaders[c], 0) for c, n in members.items() if not leaders[c].weight)
+        each = ((members[c], self.problem.choices[node]) for c, node in leaders(self.tied).items())
+        return sum(n * self.prices.node(choice, 0) for n, choice in each if not choice.weight)
 
     def times(self, packed: Sequence[Packed]) -> Iterator[tuple[str, float, float]]:
         """Seconds there and back of every operator that runs by itself; the inside of a fused norm does not."""
@@ -342,9 +342,8 @@ def _planned(laid: Laid, options: Options) -> Planned:
         chosen, listed = overlaps.decide(flow, options.overlap, machine, first)
         if options.overlap == "auto" and not chosen:
             listed += owed.weigh(program, first, {p.name: p.seconds for p in placed}, machine)
-    on = options.overlap not in ("off", 1)
     barred = _barred(program, options) or (_SLOWER if direct.routes(listed) else "")
-    bare = overlaps.bare(flow, first, placed, listed, barred) if on else {}
+    bare = overlaps.bare(flow, first, placed, listed, barred) if overlaps.asked(options.overlap) else {}
     times = (*[(COPIES, 0.0, copies)] * (copies > 0), *laid.times(packed))
     saved = sum(o.whole - o.seconds for o in listed)
     alone = laid.alone() + sum(step.launches for step in work.steps) * rates.launch

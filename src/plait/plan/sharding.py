@@ -20,6 +20,7 @@ import numpy as np
 from torch import fx
 
 from plait.errors import PlanError
+from plait.plan.classes import leaders
 from plait.plan.problem import Choice, Key, Problem
 from plait.rules.layout import Strategy
 
@@ -62,9 +63,7 @@ class _Builder:
         self.upper: list[float] = []
         self.rows: list[tuple[list[int], list[float], float, float]] = []
         self.members = Counter(cls.values())
-        self.leader: dict[int, fx.Node] = {}
-        for node, c in cls.items():
-            self.leader.setdefault(c, node)
+        self.leader = leaders(cls)
         self.x = {c: self._choices(c, node) for c, node in self.leader.items()}
         self.conversions: dict[tuple[int, int, Key, Key], int] = {}
         self._edges()

@@ -131,7 +131,7 @@ def _plan(
     every = [(p, p.local(0)) for p in (planned, *rest)]
     listed = [_overlapped(p, local, staged, wanted, options) for p, local in every]
     staged = _hiding(staged, order, listed)
-    on = held or wanted not in ("off", 1)
+    on = held or overlaps.asked(wanted)
     bare = overlaps.bare(planned.flow, every[0][1], planned.plan.collectives, listed[0], held) if on else {}
     return replace(
         planned.plan,
