@@ -28,6 +28,7 @@ from plait.runtime.agree import Agreement
 from plait.runtime.compiled import Compiled
 from plait.runtime.processes import beside, members
 from plait.runtime.staging import Seat, Staging
+from plait.runtime.stopwatch import Stopwatch
 
 
 def compile(
@@ -83,7 +84,8 @@ def compile(
     program, follower = source.first(agreement)
     if weights is None:
         values(agreement, model)
-    options = planner.Options(1, machine, algorithm, objective, deterministic, overlap)
+    watch = Stopwatch.of(machine.device, where) if measure else None
+    options = planner.Options(1, machine, algorithm, objective, deterministic, overlap, watch=watch)
     ask = joint.Ask(
         meshes, machine, options, micro_batches, joint.allowed(schedule, machine.device),
         recompute=joint.recompute(recompute), outputs=outputs,

@@ -193,6 +193,25 @@ def test_what_is_no_route_is_refused(text: str) -> None:
         Route.parse(text)
 
 
+@pytest.mark.parametrize(("of_rows", "whole"), [(1.0, False), (0.0, True)])
+def test_routes_go_by_what_matmuls_were_timed_to_take(of_rows: float, whole: bool) -> None:
+    """Of seconds that go by the rows, pieces cost nothing; of those that do not, every piece costs the whole."""
+    asked: set[tuple[int, int, int]] = set()
+
+    def watch(m: int, n: int, k: int, dtype: str) -> float:
+        asked.add((m, n, k))
+        return 3e-15 * n * k * (of_rows * m + (1 - of_rows) * 2048)
+
+    planned = wide(2048)
+    options = planner.Options(2, Cluster.of("dgx-h200").subset(range(2)), watch=watch)
+    found = routes(planner.make(planned.program, options).plan.overlaps)
+    inner = list(found.values())[:-1]  # no matmul reads the last rows
+    assert all(route.direct == 1 for route in inner) if whole else any(route.direct < 1 for route in inner)
+    assert {(n, k) for _, n, k in asked} >= {(3584, 8192), (8192, 3584)}
+    unseen = planner.make(planned.program, replace(options, watch=lambda *_: None))
+    assert unseen.plan == planned.plan
+
+
 @pytest.mark.parametrize(
     "asked", [(8192, "off", "dgx-h200"), (8192, 1, "dgx-h200"), (512, "auto", "loopback"), (8192, "auto", "pcie4")]
 )

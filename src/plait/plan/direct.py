@@ -18,7 +18,7 @@ a transfer is hidden beside gradients of weights, of its own matmuls or of those
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -42,6 +42,7 @@ PIECE = 512  # rows; shorter pieces of matmuls were not measured, and are not ma
 SURE = {1: 1.0, 2: 1.05, 4: 1.1}
 SIGNAL = 3.6e-6  # a put and its wait between two kernels
 GAIN = 1.03  # less is within the error of a prediction: the collectives stay
+Matmul = Callable[[float, float, float, str], float]  # seconds of [m, k] x [k, n] in a graph, of a dtype
 PUSHED = 1.6  # a kernel's loads and stores beside its own work, against a copy's rate
 
 
@@ -52,9 +53,10 @@ class Peers:
     device: Device
     n: int
     rate: float  # bytes/s of a copy from one device to another
+    matmul: Matmul
 
     @classmethod
-    def of(cls, cluster: Cluster, n: int) -> Peers | None:
+    def of(cls, cluster: Cluster, n: int, matmul: Matmul) -> Peers | None:
         """None where they cannot, or where it is not known to pay: several hosts, a shared bus."""
         level = cluster.levels[0]
         reach = any(t.name == "symmetric" for t in cluster.transports)
@@ -63,7 +65,7 @@ class Peers:
         apart = len(cluster.levels) > 1 and len(cluster.units(1, range(n))) > 1
         if n > cluster.size or apart:
             return None
-        return cls(cluster.device, n, level.bandwidth * level.share * COPIES)
+        return cls(cluster.device, n, level.bandwidth * level.share * COPIES, matmul)
 
 
 def weigh(found: Found, blocking: Mapping[str, float], peers: Peers) -> tuple[Overlapped, ...]:
@@ -182,7 +184,7 @@ class _Clock:
         return cls(event, own, shape.rows, nbytes, sizes, learn, str(shape.dtype), peers)
 
     def compute(self, rows: float) -> float:
-        return sum(self.peers.device.graphed_matmul(rows, o, i, self.dtype) for o, i in self.sizes)
+        return sum(self.peers.matmul(rows, o, i, self.dtype) for o, i in self.sizes)
 
     def travel(self) -> float:
         """From the last byte of the own rows to that of the others' rows."""
@@ -204,8 +206,7 @@ class _Clock:
         return _gathered(own, piece, copy, steps) + self.of_weights()
 
     def of_data(self, rows: float) -> float:
-        device = self.peers.device
-        return sum(device.graphed_matmul(rows, i, o, self.dtype) for o, i in self.sizes)
+        return sum(self.peers.matmul(rows, i, o, self.dtype) for o, i in self.sizes)
 
     def owed(self, late: int) -> float:
         """Of the weights of the last `late` matmuls."""
@@ -214,8 +215,7 @@ class _Clock:
     def of_weights(self, late: int = 0) -> float:
         """Of those that learn, but for the last `late` matmuls'."""
         pairs = list(zip(self.sizes, self.learn, strict=True))[: len(self.sizes) - late]
-        device = self.peers.device
-        return sum(device.graphed_matmul(o, i, self.rows, self.dtype) for (o, i), learns in pairs if learns)
+        return sum(self.peers.matmul(o, i, self.rows, self.dtype) for (o, i), learns in pairs if learns)
 
     def sum(self) -> float:
         """Of the terms of the own rows, which no norm takes in."""

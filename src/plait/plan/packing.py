@@ -15,7 +15,7 @@ import torch
 from plait.cluster.device import Device
 from plait.passes.overlap.flow import Flow
 from plait.passes.pack import Names, Pack, find
-from plait.plan.direct import PIECE
+from plait.plan.direct import PIECE, Matmul
 from plait.rules.equation import Factor
 
 GAIN = 1.02  # less is within what libraries' choices of kernels differ by
@@ -24,11 +24,12 @@ VIEW = 0.5  # of a launch: what the host takes for a view of a product
 
 @dataclass(frozen=True)
 class Clock:
-    """`pieces`: in how many the rows come of a matmul that is long enough; `graphed`: no host launches."""
+    """`pieces`: in how many the rows come of a matmul that is long enough; `graphed`: its seconds where no host
+    launches."""
 
     device: Device
     pieces: int = 1
-    graphed: bool = False
+    graphed: Matmul | None = None
 
     def apart(self, rows: int, inner: int, columns: list[int], dtype: torch.dtype, grad: bool) -> float:
         return sum(self._matmul(rows, inner, c, dtype, grad) for c in columns)
@@ -48,8 +49,8 @@ class Clock:
         return seconds
 
     def _one(self, rows: int, columns: int, inner: int, dtype: torch.dtype) -> float:
-        if self.graphed:
-            return self.device.graphed_matmul(rows, columns, inner, str(dtype))
+        if self.graphed is not None:
+            return self.graphed(rows, columns, inner, str(dtype))
         return self.device.launch + self.device.matmul_seconds(rows, columns, inner, str(dtype))
 
 

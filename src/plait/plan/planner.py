@@ -45,6 +45,7 @@ from plait.rules.layout import Strategy
 from plait.rules.moves import Cut
 
 Priced = Callable[[str, float, str], tuple[str, float]]  # algorithm and seconds of (collective, bytes, site)
+Watch = Callable[[int, int, int, str], float | None]  # seconds of a matmul as it was timed, if it could be
 Held = Mapping[str, Cut | None]  # weights as they are loaded: node -> rows by rank, or whole
 
 # The backend's own collective is kept unless another is cheaper by more than prices err.
@@ -69,6 +70,12 @@ class Options:
     overlap: str | int = "auto"
     crowd: float = 1.0  # groups that share the slowest link, all at once (plan/placement.py)
     choice: Choice | None = None  # the joint choice by which tp came about
+    watch: Watch | None = field(default=None, repr=False, compare=False)  # of the devices at hand
+
+    def matmul(self, m: float, n: float, k: float, dtype: str) -> float:
+        """Seconds of [m, k] x [k, n] in a CUDA graph: as it was timed, else by the device's clock."""
+        seen = self.watch(round(m), round(n), round(k), dtype) if self.watch is not None else None
+        return seen if seen is not None else self.cluster.device.graphed_matmul(m, n, k, dtype)
 
 
 @dataclass(frozen=True)
@@ -229,7 +236,7 @@ def fused(program: Program, options: Options) -> bool:
 def _peers(program: Program, options: Options) -> Peers | None:
     """Devices whose memory the moves may go through, where the user left the choice to us."""
     free = options.overlap == "auto" and options.algorithm == "auto"
-    return Peers.of(options.cluster, options.tp) if free and fixed_sizes(program) else None
+    return Peers.of(options.cluster, options.tp, options.matmul) if free and fixed_sizes(program) else None
 
 
 def _barred(program: Program, options: Options) -> str:
@@ -390,7 +397,7 @@ def _copies(first: Local, options: Options, program: Program) -> float:
 def _clock(program: Program, options: Options) -> packing.Clock:
     """Matmuls come in as many pieces as there are ranks where moves go through the peers' memory."""
     pieces = options.tp if _peers(program, options) is not None else 1
-    return packing.Clock(options.cluster.device, pieces, graphed(program, options))
+    return packing.Clock(options.cluster.device, pieces, options.matmul if graphed(program, options) else None)
 
 
 def _direct(
