@@ -2,7 +2,9 @@
 
 torchrun --nproc-per-node 2 bench/kernels.py --out kernels.json --sections norm oneshot ...
 
-norm       residual + norm, and sum of two + residual + norm, against the measured copy bandwidth
+norm       residual + norm, and sum of two + residual + norm, against the bandwidth of long streams, and against
+           a kernel that does nothing but read and write as many bytes
+attention  cuDNN's and flash attention, there, and there and back
 oneshot    all-reduce + residual + norm of few rows, 100 in a chain, against its parts
 signals    put and wait there and back, by stream and by kernel
 copies     pulls and pushes by the copy engine
@@ -22,7 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path[:0] = [
     str(Path(__file__).resolve().parent),
@@ -42,6 +48,16 @@ BF16 = torch.bfloat16
 EPS = 1e-5
 KIND: Any = "rms_rounded"
 H = 8192
+STREAM = 1024  # elements of one program of a kernel that only streams
+# heads, key/value heads, queries, keys, width of a head
+ATTENTIONS = (
+    *((8, 1, rows, rows, 128) for rows in (128, 512, 1024, 2048, 4096, 8192)),
+    (8, 1, 2048, 2048, 64),
+    (32, 8, 2048, 2048, 64),
+    (8, 8, 4096, 4096, 256),
+    (32, 8, 1024, 1024, 80),
+    (8, 1, 1, 4096, 128),
+)
 Table = dict[str, Any]
 
 
@@ -72,13 +88,56 @@ def norm(device: torch.device) -> Table:
                     [x, y][:n], old, weight, eps=EPS, kind=KIND, residual_out=residual, rows_out=out
                 )
 
-            us = chain(step, 24)
+            def streamed(i: int, n: int = sources, m: Any = made) -> None:
+                x, y, old, residual, out = m[i % len(m)]
+                grid = (out.numel() // STREAM,)
+                stream_kernel[grid]((x, y)[:n], old, residual, out, STREAM, num_warps=4)
+
+            us, plain = chain(step, 24), chain(streamed, 24)
             floor = (sources + 3) * rows * H * 2 / bandwidth * 1e-3
             table[f"{rows} rows, {sources} sources"] = {
                 "us": us,
                 "floor": floor,
                 "share": floor / us,
+                "streamed": plain,
+                "share of streamed": plain / us,
             }
+    return table
+
+
+@triton.jit
+def stream_kernel(sources, old, first, second, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Reads what a sum with its residual reads, and writes as much as it."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(old + at)
+    for i in tl.static_range(len(sources)):
+        total += tl.load(sources[i] + at)
+    tl.store(first + at, total)
+    tl.store(second + at, -total)
+
+
+def attention(device: torch.device) -> Table:
+    table: Table = {}
+    for heads, groups, rows, keys, width in ATTENTIONS:
+        shapes = ((rows, heads), (keys, groups), (keys, groups))
+        q, k, v = (torch.randn(1, n, h, width, device=device).to(BF16).transpose(1, 2) for n, h in shapes)
+        for train in (False, True) if rows > 1 else (False,):
+            leaves = [x.detach().requires_grad_(train) for x in (q, k, v)]
+            down = torch.randn_like(q)
+
+            def step(i: int, given: Any = leaves, down: Tensor = down, train: bool = train) -> None:
+                square = given[0].shape[2] == given[1].shape[2]
+                out = F.scaled_dot_product_attention(*given, is_causal=square, enable_gqa=True)
+                if train:
+                    torch.autograd.grad(out, given, down)
+
+            row = {}
+            for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+                with sdpa_kernel(backend):
+                    row[name] = chain(step, 4)
+            what = "there and back" if train else "there"
+            label = f"{heads} heads, {groups} k|v, {rows} x {keys}, {width} wide, {what}"
+            table[label] = row | {"flash / cudnn": row["flash"] / row["cudnn"]}
     return table
 
 
@@ -336,7 +395,7 @@ class Chunked:
         return ring, ring.hand_on(lane, COPIED)
 
 
-SECTIONS = {f.__name__: f for f in (norm, oneshot, signals, copies, reduce, matmul, row)}
+SECTIONS = {f.__name__: f for f in (norm, attention, oneshot, signals, copies, reduce, matmul, row)}
 
 
 def show(table: Table, indent: int = 2) -> None:

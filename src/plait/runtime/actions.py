@@ -31,6 +31,7 @@ from plait.rules.moves import take
 from plait.runtime import channel
 from plait.runtime.again import Kept
 from plait.runtime.channel import Channel, Incoming
+from plait.runtime.executor import attention
 from plait.runtime.replicas import Reduction
 from plait.runtime.stages import Feed, Piece, Stages
 
@@ -94,7 +95,8 @@ class Run:
         posted = self._post(mine[0]) if mine else {}
         for action, following in zip(mine, [*mine[1:], None], strict=True):
             coming = self._post(following) if following is not None else {}
-            self._do(action, posted)
+            with attention(self.stages.device):
+                self._do(action, posted)
             posted = coming
         self.ends = frozenset(self._grads if reduction is None else reduction.finish())
 

@@ -8,7 +8,7 @@ of a model share, and picks or makes the executable of each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,14 +37,20 @@ from plait.runtime.streams import Beside, modules
 from plait.runtime.symmetric import Workspace
 from plait.runtime.transport import BucketModule, Transport
 
-# Of inference on CUDA, in this order where they can: cuDNN's took 7 % off a step of 8192 tokens on H200
-# (torch 2.11), against flash attention.
+# Where sizes are fixed on CUDA, in this order where they can. On H200 (torch 2.11) cuDNN's was the fastest at all
+# of 21 shapes, there 1.1 to 2.1 times and there and back 1.2 to 1.9 times as fast as flash attention
+# (bench/results/kernels.md); for each size that is new it makes a plan first.
 FASTEST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+
+def attention(device: torch.device) -> AbstractContextManager[None]:
+    """In which attention runs by the fastest kernel."""
+    return sdpa_kernel(FASTEST, set_priority=True) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ class Executable:
         learning = torch.is_grad_enabled()
         if self.replay is None or learning != self.program.training:
             return tuple(self.module(*feed))
-        with nullcontext() if learning else sdpa_kernel(FASTEST, set_priority=True):
+        with attention(self.device):
             return self.replay(feed)
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
