@@ -142,6 +142,7 @@ def modes(group: Any, mesh: str, start: bool) -> dict[str, str]:
 
 @pytest.mark.parametrize("start", [True, False])
 @pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+@pytest.mark.sample(2)
 def test_modes_switch(pool: Pool, mesh: str, start: bool) -> None:
     prove.alike(pool.run(modes, 2, mesh, start))
 
@@ -531,6 +532,7 @@ def sites(group: Any, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["b45_independent_reductions", "b46_equal_branches"])
+@pytest.mark.sample(1)
 def test_one_order_of_collectives_for_all(pool: Pool, name: str) -> None:
     lists = pool.run(sites, 4, name)
     assert lists[0]

@@ -74,7 +74,7 @@ def train(module: nn.Module, setup: Setup, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", SAVED)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_saved_and_loaded(pool: Pool, tmp_path: Path, name: str) -> None:
     pool.run(round_trip, 4, name, 4, str(tmp_path))
 

@@ -53,7 +53,7 @@ def on(case: str, mesh: str, *rest: Any, full: bool = False) -> Any:
         on("buffers_that_move", "tp3", "adam", 3, None),
     ],
 )  # fmt: skip
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_steps_keep_weights_and_replicas(
     pool: Pool, case: str, mesh: str, optimizer: str, count: int, clip: float | None
 ) -> None:
@@ -77,7 +77,7 @@ def test_steps_keep_weights_and_replicas(
         on("frozen_parts", "tp3", full=True),
     ],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 def test_clipping(pool: Pool, case: str, mesh: str, norm_type: float) -> None:
     n = Mesh.parse(mesh).size
     prove.alike(pool.run(prove.clipping, n, case, mesh, norm_type, 0.1))
