@@ -7,6 +7,9 @@ batch prices every number of micro-batches:
     seconds(x) = passes * (max(flops(x) / rate, bytes(x) / bandwidth) + launch) + functions(x) + collectives(x)
                + (1 - 1 / M) * 3 * gradients / bandwidth     M micro-batches: all but one add to the weights' gradients
 
+A loss that the program has not, since `step` is given it later, runs in the last stage: it is weighed as one function
+of every element, in float32 and back, of the largest output that learns (docs/design/0004, 13).
+
 What is kept for the backward follows from the equations too: an operator that is linear in all its
 operands together (an addition, a view) keeps nothing, every other one its operands, once each; a product keeps of
 them what another's gradient is made of: nothing of the data beside a frozen weight.
@@ -56,6 +59,7 @@ FUNCTIONS: dict[Any, float] = {
     aten.where.self: 3.4e-9,
 }
 ADDS = 3.0  # times that bytes move where a sum is added to: two are read, one is written
+LOSS = 3.0  # passes of a function over what it reads and writes, as of any that learns (prices.py)
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class Work:
     until: tuple[int, ...]  # the last one that reads it or a view of it
     results: Amount  # bytes of the whole outputs
     moves: bool  # whether the batch can be cut
+    loss: Amount = Amount()  # bytes that a step's own loss moves at least
 
     def compute(self, share: float, pieces: int = 1) -> list[float]:
         return [step.compute(share, self.rates, pieces) for step in self.steps]
@@ -133,6 +138,7 @@ class Work:
     def line(self, share: float, collective: Collective, pieces: int = 1) -> Line:
         """What the cut sees of one of so many micro-batches, with a share of the batch."""
         seconds = self.compute(share, pieces)
+        seconds[-1:] = [x + self.rates.busy(0.0, self.loss(share)) for x in seconds[-1:]]
         light = set(self.light)
         items = tuple(
             Item(
@@ -208,7 +214,18 @@ def work(
         _until(nodes, last),
         sum((Amount.of(_nbytes(n), counter.moves(n)) for n in finals), Amount()),
         batch is not None,
+        _loss(flow, [(n, counter.moves(n)) for n in finals]),
     )
+
+
+def _loss(flow: Flow, finals: Iterable[tuple[fx.Node, bool]]) -> Amount:
+    """What a loss that is still to come reads and writes, there and back; none where an output is one."""
+    learns = [(n, moves) for n, moves in finals if flow.program.training and n in flow.grads]
+    sizes = {n: n.meta["val"].dtype.itemsize for n, _ in learns}
+    if any(_nbytes(n) == size for n, size in sizes.items()):
+        return Amount()
+    every = [Amount.of(LOSS * _nbytes(n) * (1 + 4 / sizes[n]), moves) for n, moves in learns]
+    return max(every, key=lambda amount: amount(1.0), default=Amount())
 
 
 @dataclass(frozen=True)
