@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -170,6 +171,24 @@ def test_groups_that_share_a_port_divide_it() -> None:
     mesh = Mesh(8, 1, 2)
     assert Placement(Cluster.parse("dgx-h100[2x8]/ib-ndr"), mesh).dp.crowd == pytest.approx(1)
     assert Placement(Cluster.parse("dgx-h100[2x8]/100gbe"), mesh).dp.crowd == pytest.approx(8)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["pcie3", "dgx-h100", "dgx-h100[2x8]/100gbe", "dgx-h100[3x8]/ib-ndr", "loopback[8]"])
+def test_sends_and_sums_of_all_groups_at_once_have_their_time_on_every_link(name: str, order: str) -> None:
+    """A stage's sends are counted behind its sums, each with the links of all groups divided; so what overlaps
+    can take no longer, whoever shares the link."""
+    machine, sent, summed = Cluster.parse(name), 2**24, 2**26
+    for tp, pp in product(range(2, machine.size), repeat=2):
+        if machine.size % (tp * pp) == 0:
+            placed = Placement(machine, Mesh(tp, pp, machine.size // tp // pp), order)
+            sends = machine.paths(placed.grid[:-1].ravel(), placed.grid[1:].ravel())
+            rings = machine.paths(placed.grid.ravel(), np.roll(placed.grid, -1, axis=-1).ravel())
+            each = 2 * (tp - 1) / tp * summed
+            needed = (placed._load(sends) * sent + placed._load(rings) * each).max()
+            group = planner.Options(tp, placed.tp.cluster, "ring", crowd=placed.tp.crowd)
+            priced = placed.link.seconds(sent) + planner.collective(group)("all_reduce", summed)
+            assert needed <= priced, placed.mesh
 
 
 # -- topology decides ------------------------------------------------------------------------------------
