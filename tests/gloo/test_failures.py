@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from plait.api import compile as compile_model
 from plait.errors import RankError
+from plait.runtime import line
 from plait.runtime import watch as watching
 from plait.runtime.processes import Crew, Ended, launch
 from plait.runtime.watch import Watch
@@ -260,8 +262,6 @@ def test_under_torchruns_variables(tmp_path: Path, how: str, words: str) -> None
 
 
 def free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -409,6 +409,22 @@ def test_release_spares_a_group_of_one(pool: Pool) -> None:
 def release_one(group: Any) -> None:
     watching.release(group)
     dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_a_connection_that_takes_no_more_is_closed() -> None:
+    """Half a message was sent: what followed would be read as the rest of it."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.05)
+    theirs.settimeout(5)
+    line._send(ours, b"x" * 2**24)
+    with ours, theirs:
+        while theirs.recv(2**20):
+            pass
+
+
+def test_a_line_that_was_never_written_to_its_end_is_left_out() -> None:
+    heard = [line._message(text) for text in b'{"say": "co\n{"say": "failed"}\n'.split(b"\n")]
+    assert heard == [None, {"say": "failed"}, None]
 
 
 def slow_receive(group: Any) -> str:

@@ -298,9 +298,11 @@ def test_a_rank_killed_in_the_middle_of_a_step(fresh: Pool, culprit: int) -> Non
         assert seconds < 30
 
 
-def stopped(group: Any, where: str) -> tuple[float, str]:
-    """A rank is stopped, in a step or before it, until this one has raised."""
-    line.LOOK = 0.2  # type: ignore[misc]
+def stopped(group: Any, where: str, culprit: int, alone: bool) -> tuple[float, str]:
+    """A rank is stopped, in a step or before it, until another has raised; `alone`: each on a host of its own."""
+    line.LOOK, identity = 0.2, line._identity  # type: ignore[misc]
+    if alone:
+        line._identity = lambda path: f"{path} of rank {dist.get_rank(group)}"  # type: ignore[assignment]
     model, x = tower()
     parts = plait.compile(
         model, (x,), pp=3, training=True, group=group, cluster=prove.free(3), micro_batches=7,
@@ -308,7 +310,7 @@ def stopped(group: Any, where: str) -> tuple[float, str]:
     )  # fmt: skip
     rank, pids = dist.get_rank(group), [None] * 3
     dist.all_gather_object(pids, os.getpid(), group=group)
-    if rank == 1 and where == "in":
+    if rank == culprit and where == "in":
         own = Channel.send
 
         def send(*args: Any, **kwargs: Any) -> None:
@@ -317,22 +319,31 @@ def stopped(group: Any, where: str) -> tuple[float, str]:
             own(*args, **kwargs)
 
         Channel.send = send  # type: ignore[method-assign]
-    elif rank == 1:
+    elif rank == culprit:
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         parts.step(x, loss_fn=prove_loss)
-    if rank == 0:
-        os.kill(int(str(pids[1])), signal.SIGCONT)
-    line.LOOK = 5.0  # type: ignore[misc]
+    if rank == 2:
+        os.kill(int(str(pids[culprit])), signal.SIGCONT)
+    line.LOOK, line._identity = 5.0, identity  # type: ignore[misc]
     return time.monotonic() - start, str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["in", pytest.param("before", marks=pytest.mark.full)])
-def test_a_rank_that_is_stopped_and_stays_so(fresh: Pool, where: str) -> None:
-    answers = fresh.run(stopped, 3, where)
+@pytest.mark.parametrize(
+    ("where", "culprit", "alone"),
+    [
+        ("in", 1, False),
+        pytest.param("before", 1, False, marks=pytest.mark.full),
+        pytest.param("in", 1, True, marks=pytest.mark.full),
+        ("before", 0, True),  # in the middle of the side channel, which then passes nothing on
+    ],
+)
+@pytest.mark.sample(2)
+def test_a_rank_that_is_stopped_and_stays_so(fresh: Pool, where: str, culprit: int, alone: bool) -> None:
+    answers = fresh.run(stopped, 3, where, culprit, alone)
     for seconds, words in answers:
-        assert "rank 1 was stopped (SIGSTOP" in words
+        assert f"rank {culprit} was stopped (SIGSTOP" in words
         assert seconds < 10
     assert line.LOOK * line.STOPPED < 30
 

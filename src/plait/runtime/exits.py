@@ -4,6 +4,9 @@ Only a parent may wait for a process, but Linux tells others too, for a while:
 
     still a zombie    /proc/PID/stat ends with the wait status (proc(5), `exit_code`)
     already reaped    a pidfd opened while the process lived answers PIDFD_GET_INFO (Linux 6.15)
+
+A process that is stopped can tell nobody. This file is also a script, of the standard library alone, that runs
+beside a process and writes into its connections when it stays stopped: see `lookout`.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import struct
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info of 64 bytes), its mask bit for the exit status
@@ -59,6 +65,30 @@ class Neighbour:
             self._fd = None
 
 
+def lookout(words: str, connections: Sequence[int], every: float, looks: int) -> subprocess.Popen[bytes] | None:
+    """A process that says `words` down these sockets once so many looks have found this one stopped.
+
+    It ends with this one, whose end the sockets then show. In a session of its own: what a terminal stops it is not.
+    None where there can be none.
+    """
+    with contextlib.suppress(OSError):
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *map(str, (os.getpid(), words, every, looks, *connections))],
+            pass_fds=connections, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    return None
+
+
+def _look_out(pid: int, words: str, every: float, looks: int, connections: Sequence[int]) -> None:
+    neighbour = Neighbour(pid)
+    while neighbour._fd is not None and not select.select([neighbour._fd], [], [], every)[0]:
+        if neighbour.stopped() == looks:
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    os.write(connection, f"\n{words}\n".encode())  # it may have been stopped within a line
+
+
 def describe(status: int) -> str:
     """A wait status in words: `killed by SIGKILL`, `ended with exit code 1`."""
     code = os.waitstatus_to_exitcode(status)
@@ -92,3 +122,8 @@ def _reaped_status(fd: int) -> int | None:
         return None
     mask, exit_code = answer[0], answer[13]
     return int(exit_code) if mask & _PIDFD_INFO_EXIT else None
+
+
+if __name__ == "__main__":
+    _pid, _words, _every, _looks, *_connections = sys.argv[1:]
+    _look_out(int(_pid), _words, float(_every), int(_looks), [int(c) for c in _connections])

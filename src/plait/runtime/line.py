@@ -3,7 +3,7 @@
 It shares nothing with the process group, so it works while every collective hangs. A thread of each
 rank reads its connections and sleeps in between. A process that dies closes its connection, however it dies, and
 the kernel's keepalive closes the one to a host that vanished; one that is stopped does neither, so the ranks of
-its host look for that every few seconds:
+its host look for that every few seconds, and where others live elsewhere a small process beside the first of them:
 
     {"say": "hello", "rank": 1, "token": ...}        a member to the hub, first of all
     {"say": "welcome", "rank": 0}                    the hub's answer, when all have come
@@ -26,6 +26,7 @@ import json
 import os
 import selectors
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.errors import RankError
-from plait.runtime.exits import Neighbour, describe
+from plait.runtime.exits import Neighbour, describe, lookout
 
 Message = dict[str, Any]
 CONNECT = 30.0  # seconds for all to connect
@@ -89,6 +90,7 @@ class Line:
         self._neighbours = {
             m.rank: Neighbour(m.pid) for m in members if m.place == here and m.rank != rank
         }
+        self._lookout: subprocess.Popen[bytes] | None = None
         self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._read_all, daemon=True, name="plait-watch")
 
@@ -101,6 +103,11 @@ class Line:
         self._peers[peer] = rank
 
     def start(self) -> None:
+        here = {self.rank, *self._neighbours}
+        if len(here) < len(self.members) and self.rank == min(here):
+            words = json.dumps({"say": "failed", "rank": self.rank, "text": self._stopped(self.rank)})
+            ends = [end.fileno() for end in (*self._peers, self._waker)]  # its own, too: it may go on
+            self._lookout = lookout(words, ends, LOOK, STOPPED)
         self._thread.start()
 
     def say(self, kind: str, /, **message: Any) -> None:
@@ -117,6 +124,9 @@ class Line:
             return
         self._closed = True
         self.say("left", ending=ending)
+        if self._lookout is not None:
+            self._lookout.kill()
+            self._lookout.wait()
         self._waker.close()
         if threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join(SEND)
@@ -182,13 +192,12 @@ class Line:
         with self._sending:
             for peer in list(self._peers):
                 if peer is not source:
-                    with contextlib.suppress(OSError):  # whoever reads sees the closed connection
-                        peer.sendall(data)
+                    _send(peer, data)
 
     # --- the reading thread -----------------------------------------------------------------
 
     def _read_all(self) -> None:
-        buffers: dict[socket.socket, bytes] = dict.fromkeys(self._peers, b"")
+        buffers: dict[socket.socket, bytes] = dict.fromkeys((*self._peers, self._woken), b"")
         look = time.monotonic() + LOOK
         with selectors.DefaultSelector() as selector:
             for each in (*self._peers, self._woken):
@@ -199,12 +208,14 @@ class Line:
                     look = time.monotonic() + LOOK
                 for key, _ in selector.select(max(0.0, look - time.monotonic()) if self._neighbours else None):
                     peer = key.fileobj
-                    if peer is self._woken or not isinstance(peer, socket.socket):
-                        return
+                    assert isinstance(peer, socket.socket)
                     data = _receive(peer)
+                    if peer is self._woken and not data:
+                        return
                     *lines, buffers[peer] = (buffers[peer] + data).split(b"\n")
-                    for text in lines:
-                        self._hear(json.loads(text), peer)
+                    for message in map(_message, lines):
+                        if message is not None:
+                            self._hear(message, peer)
                     if not data:
                         selector.unregister(peer)
                         self._lost(self._peers[peer])
@@ -213,8 +224,11 @@ class Line:
         """A process that stays stopped has failed: all would wait for it until somebody sends it a SIGCONT."""
         for rank, neighbour in self._neighbours.items():
             if neighbour.stopped() == STOPPED and rank not in self.left:
-                how = f"was stopped (SIGSTOP, or a terminal's Ctrl-Z) for {(STOPPED - 1) * LOOK:g} s and more"
-                self._hear({"say": "failed", "rank": rank, "text": self.name(rank, how)})
+                self._hear({"say": "failed", "rank": rank, "text": self._stopped(rank)})
+
+    def _stopped(self, rank: int) -> str:
+        how = f"was stopped (SIGSTOP, or a terminal's Ctrl-Z) for {(STOPPED - 1) * LOOK:g} s and more"
+        return self.name(rank, how)
 
     def _lost(self, rank: int) -> None:
         """The connection to `rank` is closed: after a goodbye, or because its process ended."""
@@ -326,6 +340,22 @@ def _line(peer: socket.socket) -> bytes:
             raise ValueError("the connection closed before its first line")
         data += byte
     return data
+
+
+def _send(peer: socket.socket, data: bytes) -> None:
+    """Whoever reads sees the closed connection, also where it is closed since a peer took no more of a message."""
+    with contextlib.suppress(OSError):
+        try:
+            peer.sendall(data)
+        except OSError:
+            peer.shutdown(socket.SHUT_RDWR)
+
+
+def _message(line: bytes) -> Message | None:
+    """None of a line that its process did not write to its end before it was stopped."""
+    with contextlib.suppress(ValueError):
+        return json.loads(line)  # type: ignore[no-any-return]
+    return None
 
 
 def _receive(peer: socket.socket) -> bytes:
