@@ -87,7 +87,7 @@ def compile(
     watch = Stopwatch.of(machine.device, where) if measure else None
     options = planner.Options(1, machine, algorithm, objective, deterministic, overlap, watch=watch)
     ask = joint.Ask(
-        meshes, machine, options, micro_batches, joint.allowed(schedule, machine.device),
+        meshes, machine, options, micro_batches, joint.allowed(schedule),
         recompute=joint.recompute(recompute), outputs=outputs,
     )  # fmt: skip
     recall = Recall.of(plan, program, ask, measure, agreement)

@@ -406,10 +406,3 @@ def test_a_plan_keeps_its_choice_and_reads_back() -> None:
     assert made.choice.winner.name in made.choice.reason
     for c in made.choice.front:
         assert sum(c.parts.values()) == pytest.approx(c.seconds)
-
-
-def test_on_nccl_auto_takes_schedules_whose_messages_need_no_tags() -> None:
-    cuda, cpu = (Cluster.of(name).device for name in ("dgx-h100", "loopback"))
-    assert set(joint.allowed("auto", cuda)) == {"gpipe", "1f1b"}
-    assert set(joint.allowed("auto", cpu)) == set(joint.allowed("auto")) == set(schedule.SCHEDULES)
-    assert joint.allowed("interleaved", cuda) == ("interleaved",)

@@ -25,7 +25,6 @@ from functools import cached_property
 from math import ceil, inf
 
 from plait.cluster import Cluster
-from plait.cluster.device import Device
 from plait.cluster.presets import grow
 from plait.errors import InputError, PlanError
 from plait.mesh import ORDERS, Mesh
@@ -48,8 +47,6 @@ CLOSE = 0.02
 DEEP = 8  # micro-batches a stage, at most: the bubble is then below 1/9
 RECOMPUTE = ("off", "full")
 USUAL = {1, 2, 4, 8}  # ranks of tensor parallelism that are tried where nothing fits
-# NCCL has no tags: messages of two ranks match in the order in which both post them, not proven of the others.
-UNTAGGED = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
@@ -371,13 +368,10 @@ def recompute(asked: str) -> tuple[str, ...]:
     return RECOMPUTE if asked == "auto" else (asked,)
 
 
-def allowed(name: str, running: Device | None = None) -> tuple[str, ...]:
-    """The schedules that `schedule=` leaves to choose among, `running` on such devices or only planned.
-
-    Raises InputError for an unknown one.
-    """
+def allowed(name: str) -> tuple[str, ...]:
+    """The schedules that `schedule=` leaves to choose among. Raises InputError for an unknown one."""
     if name == "auto":
-        return UNTAGGED if running is not None and running.kind == "cuda" else tuple(schedule.SCHEDULES)
+        return tuple(schedule.SCHEDULES)
     if name not in schedule.SCHEDULES:
         raise InputError(f"schedule={name!r}: it takes {', '.join(schedule.SCHEDULES)}, or 'auto'")
     return (name,)

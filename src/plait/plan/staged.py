@@ -217,7 +217,7 @@ def _choice(
 ) -> Choice:
     """The joint choice that led here, or the choice of micro-batches and schedule alone; of the schedules
     with so many `stages` where weights are at home in them."""
-    known = joint.allowed(wish.schedule, wish.cluster.device if stages is None else None)
+    known = joint.allowed(wish.schedule)
     if options.choice is not None and options.choice.program == program.digest:
         return options.choice
     mesh = Mesh(options.tp, wish.pp, wish.dp)

@@ -15,7 +15,7 @@ chunks within its stage; none of these is when it ends, so the order on the grou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,8 @@ class Run:
         self._queues: dict[tuple[int, int], Queue] = {}
         self._at = {a: i for line in order.places for i, a in enumerate(line)}
         self._grads: Mapping[int, Tensor] = {}
+        self._coming: Mapping[int, Iterator[tuple[Wire, Action]]] = {}
+        self._posted: dict[tuple[Wire, Action], Incoming] = {}
         self.ends = frozenset[int]()  # flat outputs that have a gradient, on any replica
 
     # -- the schedule --------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class Run:
         self._grads = grads or {}
         reduction = self._reduction() if grads is not None else None
         mine = [a for a in self.order.places[self.stages.channel.place] if a.kind in kinds]
+        self._coming = self._arrivals(kinds)
         posted = self._post(mine[0]) if mine else {}
         for action, following in zip(mine, [*mine[1:], None], strict=True):
             coming = self._post(following) if following is not None else {}
@@ -125,17 +128,46 @@ class Run:
             stages.gradients,
         )
 
+    def _arrivals(self, kinds: str) -> dict[int, Iterator[tuple[Wire, Action]]]:
+        """By place, what its actions of these kinds send to this one, in their order."""
+
+        def sent(actions: Sequence[Action]) -> Iterator[tuple[Wire, Action]]:
+            for action in actions:
+                if action.kind in kinds:
+                    yield from (m for m in self._outgoing(action) if self.stages.place(m[1].stage) == here)
+
+        here = self.stages.channel.place
+        return {place: sent(actions) for place, actions in enumerate(self.order.places) if place != here}
+
+    def _outgoing(self, action: Action) -> Iterator[tuple[Wire, Action]]:
+        """What an action sends, in its order, and who reads it."""
+        k = action.piece
+        stage = self.stages.pieces[k].stages[action.stage]
+        if action.kind == "F":
+            yield from ((wire, Action(wire.target, "F", k)) for wire in stage.sends)
+        elif action.kind != "W":
+            values = self.reached(k).values
+            reads = (wire for wire in stage.receives if wire.value in values)
+            yield from ((wire, Action(wire.source, action.kind, k)) for wire in reads)
+
     def _post(self, action: Action) -> dict[Wire, Incoming]:
-        """The receives of an action."""
-        line, device = self.stages.channel, self.stages.device
-        piece, k = self.stages.pieces[action.piece], action.piece
+        """The receives of an action. What comes from one place is received in the order in which it sends."""
         out = {}
         for wire in self._incoming(action):
-            source = wire.source if action.kind == "F" else wire.target
-            tag = _tag(action.kind, piece, wire, k)
-            spec = self.specs[k][wire.value]
-            out[wire] = line.expect(spec, self.stages.place(source), tag, device)
+            place = self.stages.place(wire.source if action.kind == "F" else wire.target)
+            if place == self.stages.channel.place:
+                out[wire] = self._expect(wire, action, place)
+                continue
+            while (wire, action) not in self._posted:
+                message = next(self._coming[place])
+                self._posted[message] = self._expect(*message, place)
+            out[wire] = self._posted.pop((wire, action))
         return out
+
+    def _expect(self, wire: Wire, reader: Action, place: int) -> Incoming:
+        k = reader.piece
+        tag = _tag(reader.kind, self.stages.pieces[k], wire, k)
+        return self.stages.channel.expect(self.specs[k][wire.value], place, tag, self.stages.device)
 
     def _incoming(self, action: Action) -> Sequence[Wire]:
         stage = self.stages.pieces[action.piece].stages[action.stage]
@@ -187,8 +219,8 @@ class Run:
             feed.append((self.seed + k * SALT) % 2**62)
         opened = _Open(received, Kept.of([*feed, *received.values()]))
         flat = self._run(opened, index, k)
-        for wire in stage.sends:
-            self._send(opened.made[wire.value], wire, Action(wire.target, "F", k))
+        for wire, reader in self._outgoing(action):
+            self._send(opened.made[wire.value], wire, reader)
         for i, value in zip(stage.results, flat[len(flat) - len(stage.results) :], strict=True):
             self.results[i, k] = value.detach() if isinstance(value, Tensor) else value
         if self.grad:
@@ -253,12 +285,9 @@ class Run:
         ]
         pairs += [(kept.made[wire.value], grad) for wire, grad in came.items()]
         self._gradients(action, [(t, g) for t, g in pairs if t.requires_grad])
-        gets = self.reached(k).values
-        for wire in stage.receives:
-            if wire.value in gets:
-                x = kept.received[wire]
-                grad = x.grad if x.grad is not None else torch.zeros_like(x)
-                self._send(grad, wire, Action(wire.source, action.kind, k))
+        for wire, reader in self._outgoing(action):
+            x = kept.received[wire]
+            self._send(x.grad if x.grad is not None else torch.zeros_like(x), wire, reader)
 
     def _gradients(self, action: Action, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if pairs:

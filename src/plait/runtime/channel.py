@@ -8,12 +8,17 @@ micro-batch.
 What has been sent is let go as soon as the other side is known to have read it. Nobody acknowledges
 anything: both sides run actions in an order that both know, so a message from action 7 over there
 says that all messages for its actions up to 7 have arrived.
+
+NCCL knows no tags, and has one line between two ranks of a group, in which what was begun first holds up the
+rest: two ends that both begin with a receive wait for ever. So receives from a place are posted in the order in
+which it sends (actions.py), messages to later places and to earlier ones go by groups of their own, and
+lines are opened, at which both ends wait for each other, before the first action.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +41,26 @@ class _Sent:
     reader: int  # position of the action that reads it
 
 
+@dataclass(frozen=True)
+class Ways:
+    """The groups by which messages go to later places and to earlier ones; one for both where tags tell them
+    apart. `host`: they go through the host's memory, for these groups do not carry a device's."""
+
+    up: dist.ProcessGroup | None
+    down: dist.ProcessGroup | None
+    host: bool = False
+
+    @property
+    def apart(self) -> bool:
+        return self.up is not self.down
+
+
 class Channel:
     """One rank's end. `line`: its own rank and those it sends to, by place; stage s runs at s % pp."""
 
-    def __init__(self, group: dist.ProcessGroup | None, line: Sequence[int], place: int) -> None:
-        self.group, self.line, self.place = group, tuple(line), place
+    def __init__(self, ways: Ways, line: Sequence[int], place: int) -> None:
+        self.ways, self.line, self.place = ways, tuple(line), place
+        self._opened: set[tuple[int, int]] = set()
         self.most = 0  # messages that were kept at once, so far
         self._sent: dict[int, list[_Sent]] = defaultdict(list)  # by place
         self._mine: dict[int, list[Tensor]] = defaultdict(list)
@@ -63,22 +83,38 @@ class Channel:
         if place == self.place:
             self._mine[tag].append(x)
         elif x.numel():
-            handle = dist.isend(x, group=self.group, group_dst=self.line[place], tag=tag)
+            x = x.cpu() if self.ways.host else x
+            way = self.ways.up if place > self.place else self.ways.down
+            handle = dist.isend(x, group=way, group_dst=self.line[place], tag=tag)
             self._sent[place].append(_Sent(handle, x, reader))
             self.most = max(self.most, sum(map(len, self._sent.values())))
 
     def expect(self, spec: Spec, place: int, tag: int, device: torch.device) -> Incoming:
         """Post a receive."""
         if place == self.place:
-            return Incoming(self, spec, tag)
-        x = torch.empty([spec.shape[i] for i in spec.order] or spec.shape, dtype=spec.dtype, device=device)
+            return Incoming(self, spec, tag, device)
+        where = torch.device("cpu") if self.ways.host else device
+        x = torch.empty([spec.shape[i] for i in spec.order] or spec.shape, dtype=spec.dtype, device=where)
         plain, handle = _plain(x), None
         if plain.numel():
-            handle = dist.irecv(plain, group=self.group, group_src=self.line[place], tag=tag)
-        return Incoming(self, spec, tag, plain, handle)
+            way = self.ways.up if place < self.place else self.ways.down
+            handle = dist.irecv(plain, group=way, group_src=self.line[place], tag=tag)
+        return Incoming(self, spec, tag, device, plain, handle)
 
     def receive(self, spec: Spec, place: int, tag: int, device: torch.device) -> Tensor:
         return self.expect(spec, place, tag, device).wait()
+
+    def open(self, pairs: Set[tuple[int, int]], device: torch.device) -> None:
+        """The lines from one place to another that actions send by: on every rank in one order."""
+        if not self.ways.apart:
+            return
+        for source, target in sorted(pairs - self._opened):
+            if self.place == source:
+                self.send(torch.zeros(1, device=device), target, 0)
+            elif self.place == target:
+                self.receive(Spec((1,), torch.float32, False), source, 0, device)
+        self._opened |= pairs
+        self.flush()
 
     def settle(self, place: int, action: int) -> None:
         """A message from `action` at `place` is here: what its actions so far read is let go."""
@@ -103,6 +139,7 @@ class Incoming:
     channel: Channel
     spec: Spec
     tag: int
+    device: torch.device
     memory: Tensor | None = None
     handle: Any = None
 
@@ -111,7 +148,7 @@ class Incoming:
             return _typed(self.channel._mine[self.tag].pop(0), self.spec)
         if self.handle is not None:
             self.handle.wait()
-        return _typed(self.memory, self.spec)
+        return _typed(self.memory.to(self.device), self.spec)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -188,6 +188,9 @@ def stages(
         _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
     )
     replicas.used(_in_order_of_use(made[0].local))
+    wires = {(w.source % line.pp, w.target % line.pp) for piece in made for s in piece.stages for w in s.sends}
+    back = {(b, a) for a, b in wires} if pieces.full.training else set()
+    line.open({pair for pair in wires | back if len(set(pair)) == 2}, device)
     return Stages(
         pieces.full,
         made,

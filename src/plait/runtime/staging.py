@@ -21,7 +21,7 @@ from plait.plan.planner import Options
 from plait.plan.staged import Pieces, Wish
 from plait.program import Program
 from plait.runtime.agree import Agreement
-from plait.runtime.channel import Channel
+from plait.runtime.channel import Channel, Ways
 from plait.runtime.executor import layouts
 from plait.runtime.pipeline import Pipeline, pipeline
 from plait.runtime.places import Places
@@ -46,13 +46,14 @@ class Seat:
         mesh, grid = seats.mesh, seats.grid
         rank = dist.get_rank(group) if group is not None else 0
         place, replica, index = seats.of(rank)
-        line = Channel(group, grid[:, replica, index].tolist(), place)
+        ways = _ways(group, device) if mesh.pp > 1 else Ways(group, group)
+        line = Channel(ways, grid[:, replica, index].tolist(), place)
         back = agreement.backward
         rows = _transport(group, grid.reshape(-1, mesh.tp), index, back)
         copies = grid.transpose(0, 2, 1).reshape(-1, mesh.dp)
         replicas = Replicas(_transport(group, copies, replica, back), device)
-        parts = [t.group for t in (rows, replicas.transport) if t.group not in (None, group)]
-        agreement.covers(*parts)
+        made = (rows.group, replicas.transport.group, ways.up, ways.down)
+        agreement.covers(*(g for g in dict.fromkeys(made) if g not in (None, group)))
         if mesh.pp == 1:
             agreement.counted(Place(rows.begun, replicas.transport.begun))
         return cls(seats, line, rows, replicas)
@@ -166,14 +167,24 @@ def _transport(
     return Transport(_own_group(group, lines), number, size, backward=backward)
 
 
-def _own_group(group: dist.ProcessGroup, lines: NDArray[np.int64]) -> dist.ProcessGroup:
-    """The one of `lines` that this rank is in; all ranks of `group` come here together.
+def _ways(group: dist.ProcessGroup | None, device: torch.device) -> Ways:
+    """For the messages of stages on `device`."""
+    if group is None or device.type == "cpu":
+        return Ways(group, group)
+    if "nccl" not in str(dist.get_backend_config(group)):
+        return Ways(group, group, host=True)
+    every = np.arange(dist.get_world_size(group))[None]
+    return Ways(_own_group(group, every, " up"), _own_group(group, every, " down"))
+
+
+def _own_group(group: dist.ProcessGroup, lines: NDArray[np.int64], use: str = "") -> dist.ProcessGroup:
+    """The one of `lines` that this rank is in, for one `use`; all ranks of `group` come here together.
 
     One that an earlier compile made is taken again: a group is threads and sockets, or a communicator's memory.
     All ranks find it or none does, as they made all lines together; torch keeps it, and forgets it with `group`.
     """
     cut = sha256(lines.tobytes()).hexdigest()[:16]
-    desc = f"plait: {group.group_name} in {len(lines)} lines, {cut}"
+    desc = f"plait: {group.group_name} in {len(lines)} lines, {cut}{use}"
     made = (g for g in dist.distributed_c10d._world.pg_map if g.group_desc == desc)
     return next(made, None) or _made(group, lines, desc)
 

@@ -1,8 +1,8 @@
 """Stopwatch: what matmuls of a program's own shapes take on the CUDA device at hand.
 
-Libraries choose among kernels by the shape, and pieces of a matmul get other ones than the whole, which no clock of waves
-of tiles foresees: of 97 shapes on H200 it was 37 % too slow to 31 % too fast (bench/results/kernels.md). Where a plan is
-made for the ranks that make it, the routes of moves and the packs of matmuls go by these seconds.
+Libraries choose among kernels by the shape, and pieces of a matmul get other ones than the whole, which no clock of
+waves of tiles foresees: of 97 shapes on H200 it was 37 % too slow to 31 % too fast (bench/results/kernels.md). Where
+a plan is made for the ranks that make it, the routes of moves and the packs of matmuls go by these seconds.
 """
 
 from __future__ import annotations
