@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil
 from statistics import median
 
@@ -43,6 +44,11 @@ class Stopwatch:
             self._seen[shape] = self._time(*shape)
         return self._seen[shape]
 
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        """One for all: cuBLAS keeps a workspace for every stream it has run on."""
+        return torch.cuda.Stream(self.device)
+
     def _time(self, m: int, n: int, k: int, dtype: str) -> float | None:
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point or kind.itemsize == 1:
@@ -67,14 +73,13 @@ class Stopwatch:
             for i in range(times):
                 torch.mm(x[i % len(x)], w[i % len(w)].t(), out=out)
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             run(2)
             once = _between(lambda: run(1))
             count = max(2, min(32, int(LENGTH / once)))
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 run(count)
             graph.replay()
             return median(_between(graph.replay) for _ in range(SAMPLES)) / count
