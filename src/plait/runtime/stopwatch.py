@@ -54,7 +54,7 @@ class Stopwatch:
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point or kind.itemsize == 1:
             return None
         try:
-            with torch.cuda.device(self.device), torch.no_grad():
+            with torch.cuda.device(self.device), torch.no_grad(), torch.autocast("cuda", enabled=False):
                 return self._sample(*self._operands(m, n, k, kind))
         except torch.OutOfMemoryError:
             return None
