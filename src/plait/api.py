@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from plait.asked import check, check_sites
 from plait.capture import capture
+from plait.capture.state import lasting
 from plait.cluster import Cluster
 from plait.compiler.alike import keywords, told, values
 from plait.compiler.chosen import choose
@@ -31,6 +32,7 @@ from plait.runtime.staging import Seat, Staging
 from plait.runtime.stopwatch import Stopwatch
 
 
+@lasting()
 def compile(
     model: nn.Module,
     args: Sequence[Any] = (),

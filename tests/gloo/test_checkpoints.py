@@ -106,6 +106,7 @@ def went_on(
         ((2, 2, 1), [(2, 2, 1), (3, 1, 1), (1, 2, 2)]),
         pytest.param((1, 1, 3), [(1, 1, 3), (1, 1, 1)], marks=pytest.mark.full),
         pytest.param((3, 1, 1), [(2, 1, 2), (1, 3, 1)], marks=pytest.mark.full),
+        pytest.param((1, 3, 1), [(2, 2, 1)], marks=pytest.mark.full),
     ],
 )
 def test_training_goes_on_on_another_mesh(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import plait
 from plait.errors import InputError, PlaitError, PlanError, RankError
@@ -22,6 +24,51 @@ from tests.cases.case import Setup
 from tests.compare import demand, differences, digest, discrepancies, plain
 from tests.gloo import prove
 from tests.gloo.harness import Failure, Pool
+
+# -- inference mode -----------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """A buffer that every call moves, and another form of call."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            x = x + layer(x).tanh() * self.calls
+        return x if more is None else x + more
+
+
+def inferring(group: Any, mesh: str, training: bool, first: Any) -> None:
+    """Programs that are made within inference mode serve outside of it, and the other way round."""
+    torch.manual_seed(0)
+    model, at = Counts(), Mesh.parse(mesh)
+    plain_model, x = copy.deepcopy(model), torch.randn(4, 6)
+    with first():
+        parts = plait.compile(
+            model, (x,), tp=at.tp, pp=at.pp, training=training, group=group, measure=False,
+            cluster=prove.free(at.size), micro_batches=at.micro_batches or "auto",
+        )  # fmt: skip
+    for mode in (torch.inference_mode, torch.enable_grad, torch.inference_mode, torch.no_grad):
+        for args in ((x,), (x, x), (x[:3],)):
+            with mode():
+                demand(differences(parts(*args), plain_model(*args)))
+    demand(differences(dict(parts.state_dict()), dict(plain_model.state_dict())))
+    if training:
+        parts(x).sum().backward()
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, pytest.param(torch.enable_grad, marks=pytest.mark.full)])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("mesh", [pytest.param("tp2", marks=pytest.mark.full), "pp2/2"])
+@pytest.mark.sample(2)
+def test_inference_mode_is_a_matter_of_each_call(pool: Pool, mesh: str, training: bool, first: Any) -> None:
+    pool.run(inferring, 2, mesh, training, first)
+
 
 # -- dropout ------------------------------------------------------------------------------------
 

@@ -48,6 +48,14 @@ class State:
 
 
 @contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """What is made here outlives the inference mode in which it is asked for."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+@contextlib.contextmanager
 def posed(
     model: nn.Module, flags: Mapping[str, bool], values: Mapping[str, Tensor] | None = None
 ) -> Iterator[None]:

@@ -51,7 +51,8 @@ class Kept:
 
 
 def _versions(values: Sequence[Any]) -> tuple[int, ...]:
-    return tuple(x._version if isinstance(x, Tensor) else 0 for x in values)
+    """What inference mode has made counts no changes."""
+    return tuple(x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in values)
 
 
 def mark(local: Local, firsts: Sequence[str], program: fx.Graph) -> None:

@@ -20,7 +20,7 @@ from plait.capture.call import TARGET, resolved
 from plait.capture.join import shapes
 from plait.capture.loss import NO_LOSS, Loss
 from plait.capture.refuse import refuse_inputs
-from plait.capture.state import State
+from plait.capture.state import State, lasting
 from plait.errors import InputError, NotYetError
 from plait.passes.microbatch import MOST
 from plait.plan.plan import Plan
@@ -132,6 +132,7 @@ class Compiled(nn.Module):
             return found is None
         return not all(self._agreement.tell("program", found is not None))
 
+    @lasting()
     def _make(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State, loss: Loss
     ) -> Any:
