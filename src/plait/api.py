@@ -63,8 +63,9 @@ def compile(
 
     `args`, `kwargs`: example inputs, the same on every rank; of one replica where `dp` makes several. `tp`, `pp`,
     `dp`: ranks by axis, together the group's; "auto" by predicted time. `cluster`: the machine to plan for, as
-    `plait clusters` spells it; None: the one at hand. `measure`: by what `plait calibrate` measured of it, and overlap
-    that is predicted to gain is tried against blocking on these ranks; False: predicted from what is described alone.
+    `plait clusters` spells it; None: the one at hand. `measure`: by what `plait calibrate` measured of it, and the
+    overlaps that are predicted to gain most are tried against blocking on these ranks; False: predicted from what is
+    described alone.
     `dynamic`: `{"input_ids": {0: "batch"}}`, sizes that one program serves. `weights`: a safetensors file or folder for
     a model on meta. `plan`: a saved one. `objective`: "latency" or "throughput". `algorithm`: "auto", one name, or
     `{site: name}`. `overlap`: "auto", "off" or a number of chunks. `micro_batches`, `schedule`, `outputs` ("all"

@@ -26,6 +26,7 @@ from plait.compiler import contest
 from plait.plan.plan import Plan
 from plait.runtime import sampler
 from plait.runtime.executor import Executable
+from plait.runtime.pipeline import Pipeline
 from plait.runtime.sampler import Wall
 from tests.compare import EXACT, demand, differences, within
 from tests.gloo.harness import Pool
@@ -112,10 +113,11 @@ def refuses(group: Any) -> Wall:
     raise AssertionError("measured again")
 
 
-def starts(compiled: plait.Compiled) -> list[bool]:
-    """Of the program of each form of call, whether it has moves that are started and awaited apart."""
+def starts(compiled: plait.Compiled) -> list[int]:
+    """Of the program of each form of call, how many moves are started and awaited apart."""
     programs = [p for shelf in compiled._programs._shelves for _, p in shelf.executables]
-    return [any(n.endswith(".start") for n, _ in p.module.named_modules()) for p in programs]
+    modules = [[*p.stages.pieces[0].modules.values()] if isinstance(p, Pipeline) else [p.module] for p in programs]
+    return [sum(str(n.target).endswith(".start") for m in each for n in m.graph.nodes) for each in modules]
 
 
 def ended(group: Any, says: Sequence[float], training: bool) -> dict[str, Any]:
@@ -136,8 +138,12 @@ def ended(group: Any, says: Sequence[float], training: bool) -> dict[str, Any]:
         again = plait.compile(model, (x,), plan=Plan.from_json(plan.to_json()), **options)
         for each in (compiled, again):
             assert each(torch.cat([x, x])).shape == (2 * ROWS, WIDTH)
+        first = plait.compile(model, (x,), measure=False, **options)
     assert Plan.from_json(plan.to_json()) == plan
+    listed = first.plan.overlaps
     return {
+        "forms": [o.form for o in plan.overlaps], "predicted": starts(first),
+        "choices": [[o.form for o in listed], [o.swapped.form for o in listed], ["whole"] * len(listed)],
         "clocks": len(clocks), "slowest": _slowest(group, clocks[0].said), "measured": plan.measured,
         "digests": (plan.digest, again.plan.digest), "starts": starts(compiled) + starts(again),
         "explained": compiled.explain(), "seconds": plan.seconds,
@@ -152,13 +158,17 @@ def _slowest(group: Any, said: list[list[float]]) -> tuple[float, ...]:
     return tuple(median(map(max, zip(*each, strict=True))) for each in zip(*told, strict=True))
 
 
-ENDS = [((0.012, 0.014), True), ((0.014, 0.012), False), ((0.014, 0.01401), False)]
+# The choice that is predicted to be the best, the second, and blocking: which of them is kept.
+ENDS = [
+    ((0.012, 0.013, 0.014), 0), ((0.014, 0.013, 0.012), 2), ((0.014, 0.01402, 0.01401), 2), ((0.013, 0.012, 0.014), 1),
+    ((0.01201, 0.012, 0.014), 0),
+]  # fmt: skip
 
-QUICK = {(2, True, 0), (3, False, 1)}
+QUICK = {(2, True, 0), (3, False, 1), (2, False, 3)}
 
 
 @pytest.mark.parametrize(
-    ("n", "training", "says", "overlapped"),
+    ("n", "training", "says", "kept"),
     [
         pytest.param(n, training, *end, marks=() if (n, training, i) in QUICK else pytest.mark.full)
         for n, training in ((2, True), (2, False), (3, True), (3, False))
@@ -166,18 +176,23 @@ QUICK = {(2, True, 0), (3, False, 1)}
     ],
 )
 @pytest.mark.sample(1)
-def test_the_faster_is_kept(pool: Pool, n: int, training: bool, says: tuple[float, float], overlapped: bool) -> None:
+def test_the_fastest_is_kept(pool: Pool, n: int, training: bool, says: tuple[float, ...], kept: int) -> None:
+    overlapped = kept < 2
     one, *others = pool.run(ended, n, says, training, timeout=120.0)
     for other in others:
         assert (other["digests"], other["measured"]) == (one["digests"], one["measured"])
     measured = one["measured"]
     assert one["clocks"] == 1 and measured.seconds == one["slowest"] and measured.samples > 4
-    assert measured.blocking is not overlapped
+    assert measured.blocking is not overlapped and measured.kept == kept
+    first, second, whole = one["choices"]
+    assert one["forms"] == one["choices"][kept] and first != second and whole not in (first, second)
     assert len(set(one["digests"])) == 1, "the saved plan is run as it is"
-    assert one["starts"] == [overlapped] * 4, "what ran, and runs by the plan, in this form of call and another"
-    assert measured.predicted[0] < measured.predicted[1] and one["seconds"] == measured.predicted[not overlapped]
-    first, second = (f"{s * 1e3:.3g} ms" for s in measured.seconds)
-    said = f"measured {first} against {second} blocking"
+    ours, _, other, _ = one["starts"]  # what ran, and runs by the plan, in this form of call and another
+    assert ours == other and all(bool(count) is overlapped for count in one["starts"])
+    assert (ours == one["predicted"][0]) is (kept == 0)
+    assert sorted(measured.predicted) == list(measured.predicted) and one["seconds"] == measured.predicted[kept]
+    mine, blocking = (f"{measured.seconds[i] * 1e3:.3g} ms" for i in (kept if overlapped else measured.best, 2))
+    said = f"measured {mine} against {blocking} blocking"
     assert said in one["explained"] and ("blocking is kept" in one["explained"]) is not overlapped
     assert (said in one["reasons"]) is not overlapped and any("instead" in r for r in one["reasons"]) is overlapped
 
@@ -198,7 +213,7 @@ def stepped(group: Any, measure: bool) -> tuple[dict[str, Any], list[Any]]:
     drawn = torch.get_rng_state()
     Executable.__call__ = noted  # type: ignore[method-assign]
     try:
-        with clock(lambda group: Told((0.012, 0.014), dist.get_rank(group))):
+        with clock(lambda group: Told((0.012, 0.013, 0.014), dist.get_rank(group))):
             compiled = plait.compile(
                 model, (x,), group=group, pp=1, cluster=slow(2), training=True, measure=measure
             )
@@ -206,7 +221,7 @@ def stepped(group: Any, measure: bool) -> tuple[dict[str, Any], list[Any]]:
         Executable.__call__ = before  # type: ignore[method-assign]
     assert torch.equal(torch.get_rng_state(), drawn), "a compile draws nothing"
     assert x.grad is None and all(p.grad is None for p in (*model.parameters(), *compiled.parameters()))
-    assert starts(compiled) == [True]
+    assert all(starts(compiled))
     out = compiled(x)
     assert compiled.get_buffer("calls") == 1, "and makes no call"
     out.square().sum().backward()
@@ -230,7 +245,7 @@ def resized(group: Any) -> tuple[bool, list[bool]]:
     torch.manual_seed(3)
     model = nn.Sequential(Block(), Block()).eval()
     x = torch.randn(2, ROWS, WIDTH)
-    with clock(lambda group: Told((0.012, 0.014), dist.get_rank(group))):
+    with clock(lambda group: Told((0.012, 0.013, 0.014), dist.get_rank(group))):
         compiled = plait.compile(
             model, (x,), group=group, tp=2, cluster=slow(2), training=True, dynamic={"input": {0: "batch"}}
         )
@@ -239,7 +254,7 @@ def resized(group: Any) -> tuple[bool, list[bool]]:
     for batch in (1, 2, 5):
         x = torch.randn(batch, ROWS, WIDTH)
         demand(differences(compiled(x).detach(), model(x).detach(), close=within(dtype=torch.float32)))
-    return measured.blocking, starts(compiled)
+    return measured.blocking, list(map(bool, starts(compiled)))
 
 
 def test_sizes_that_differ_are_measured_as_the_example_has_them(pool: Pool) -> None:
@@ -249,19 +264,78 @@ def test_sizes_that_differ_are_measured_as_the_example_has_them(pool: Pool) -> N
 def replicated(group: Any) -> tuple[str, list[bool]]:
     """Replicas with clocks that differ: all take what rank 0 saw."""
     model, rank = nn.Sequential(Block(), Block()).eval(), dist.get_rank(group)
-    says = (0.012, 0.014) if rank < 2 else (0.014, 0.012)
+    says = (0.012, 0.013, 0.014) if rank < 2 else (0.014, 0.013, 0.012)
     with clock(lambda group: Told(says, rank)):
         compiled = plait.compile(
             model, (torch.randn(ROWS, WIDTH),), group=group, tp=2, dp=2, cluster=slow(4)
         )
     compiled(torch.randn(ROWS, WIDTH))
-    return compiled.plan.digest, starts(compiled)
+    return compiled.plan.digest, list(map(bool, starts(compiled)))
 
 
 @pytest.mark.full
 def test_replicas_take_what_rank_0_saw(pool: Pool) -> None:
     found = pool.run(replicated, 4, timeout=120.0)
     assert len({digest for digest, _ in found}) == 1 and [s for _, s in found] == [[True]] * 4
+
+
+def in_stages(group: Any, says: Sequence[float], mesh: dict[str, int], training: bool) -> dict[str, Any]:
+    """As `ended`, of a compile in stages, micro-batches or replicas, and what it gives then."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(), Block(), Block(), Block()).eval()
+    x = torch.randn(ROWS, WIDTH)
+    options = dict(group=group, cluster=slow(4), training=training, **mesh)
+    clocks: list[Told] = []
+
+    def tell(group: Any) -> Wall:
+        clocks.append(Told(says, dist.get_rank()))
+        return clocks[-1]
+
+    with clock(tell):
+        compiled = plait.compile(model, (x,), **options)
+    with clock(refuses):
+        again = plait.compile(model, (x,), plan=Plan.from_json(compiled.plan.to_json()), **options)
+        first = plait.compile(model, (x,), measure=False, **options)
+    assert len(clocks) == 1 and all(p.grad is None for p in compiled.parameters())
+    for each in (compiled, again):
+        out = each(x)
+        if training:
+            out.square().sum().backward()
+    found = {"out": out.detach(), **(again.gradients() if training else {})}
+    want = {"out": model(x).detach()}
+    if training:
+        model(x).square().sum().backward()
+        want |= {n: p.grad for n, p in model.named_parameters()}
+    demand(differences(found, want, close=within(dtype=torch.float32)))
+    plan, before = compiled.plan, first.plan
+    assert plan.measured is not None and before.staged is not None and plan.measured.seconds
+    return {
+        "kept": plan.measured.kept, "digests": (plan.digest, again.plan.digest),
+        "starts": starts(compiled) + starts(again), "predicted": plan.measured.predicted, "seconds": plan.seconds,
+        "forms": [o.form for o in plan.overlaps], "first": before.seconds,
+        "second": [o.swapped.form for o in before.overlaps],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "training", "kept"),
+    [
+        ({"tp": 2, "pp": 2, "micro_batches": 2}, True, 0),
+        pytest.param({"tp": 2, "pp": 2, "micro_batches": 2}, False, 1, marks=pytest.mark.full),
+        ({"tp": 2, "dp": 2}, True, 2),
+    ],
+    ids=str,
+)
+def test_stages_and_replicas_are_measured(pool: Pool, mesh: dict[str, int], training: bool, kept: int) -> None:
+    says = [0.013, 0.013, 0.013]
+    says[kept] = 0.012
+    one, *others = pool.run(in_stages, 4, says, mesh, training, timeout=120.0)
+    assert all(other["digests"] == one["digests"] for other in others) and len(set(one["digests"])) == 1
+    assert all(each["kept"] == kept and each["starts"][0] == each["starts"][1] for each in (one, *others))
+    assert all(bool(count) is (kept < 2) for count in one["starts"])
+    assert one["predicted"][0] == pytest.approx(one["first"]) and one["seconds"] == one["predicted"][kept]
+    assert sorted(one["predicted"]) == list(one["predicted"])
+    assert (one["forms"] == one["second"]) is (kept == 1)
 
 
 class Looks(nn.Module):
@@ -283,9 +357,6 @@ def unmeasured(group: Any, what: str) -> str:
         model, machine = nn.Sequential(Block(), Block()).eval(), Cluster.of("dgx-h100[2]")
     if what == "does not run":
         model, x = Looks(), torch.full((ROWS,), 8)
-    more = {"micro_batches": 2} if what == "in stages" else {}
-    if what == "in stages":
-        model = nn.Sequential(Block(), Block()).eval()
     if what == "without values":
         x = x.to("meta")
     limits = {"short": ("SHORT", 1e9), "long": ("LONG", 1e-9)}
@@ -294,7 +365,7 @@ def unmeasured(group: Any, what: str) -> str:
         setattr(contest, name, value)
     try:
         with clock(Wall if what == "does not run" else refuses):
-            compiled = plait.compile(model, (x,), group=group, tp=2, cluster=machine, **more)
+            compiled = plait.compile(model, (x,), group=group, tp=2, cluster=machine)
     finally:
         for name, value in before.items():
             setattr(contest, name, value)
@@ -308,7 +379,6 @@ def unmeasured(group: Any, what: str) -> str:
 
 
 UNMEASURED = {
-    "in stages": "it runs in stages or micro-batches",
     "elsewhere": "the plan is for cuda devices, and these ranks have cpu",
     "without values": "args[0]: on the meta device, and without values",
     "does not run": "the example inputs do not run: IndexError: index 8 is out of bounds",
@@ -340,7 +410,7 @@ class Ends(Told):
     """On rank 1, in the middle of it."""
 
     def __init__(self, rank: int, kill: bool) -> None:
-        super().__init__((0.012, 0.014), rank)
+        super().__init__((0.012, 0.013, 0.014), rank)
         self.rank, self.kill = rank, kill
 
     def seconds(self, step: Any) -> float:

@@ -283,10 +283,27 @@ def test_the_rival_of_direct_moves_blocks_over_the_same_weights(rows: int) -> No
     planned, off = wide(rows), wide(rows, "off")
     options = planner.Options(2, Cluster.of("dgx-h200").subset(range(2)))
     fixed = layouts(planned.local(0))
-    assert rival.overlapped(planned.plan) and rival.unwoven(planned) is None
+    assert rival.overlapped(planned.plan) and rival.unwoven(planned.plan) is None
     blocking = rival.cheapest(planned, options, fixed)
     assert not rival.overlapped(blocking.plan) and blocking.plan.overlap == "auto"
     assert layouts(blocking.local(1)) == fixed
     assert planned.plan.seconds < blocking.plan.seconds <= off.plan.seconds * 1.01
     read = Plan.from_json(blocking.plan.to_json())
     assert planner.replay(planned.program, read, options).plan == blocking.plan
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_every_move_has_a_second_route_to_be_measured(training: bool) -> None:
+    """Of the same moves, and dearer by prediction; one hop has no other."""
+    planned = wide(8192, training=training)
+    plan, second = planned.plan, rival.second(planned.plan)
+    assert second is not None
+    first, other = routes(plan.overlaps), routes(second.overlaps)
+    assert first.keys() == other.keys() and all(other[s] != route for s, route in first.items())
+    assert all(other[s].late == route.late for s, route in first.items())
+    assert plan.seconds < second.seconds < rival.seconds(plan)
+    assert Plan.from_json(second.to_json()) == second
+    woven = rival.rewoven(planned, second)
+    assert layouts(woven.local(1)) == layouts(planned.local(1)) and not woven.chosen
+    few = wide(16).plan
+    assert [o.second for o in few.overlaps if o.form == HOP] == [None] * sum(o.form == HOP for o in few.overlaps)

@@ -1,6 +1,6 @@
-"""Contest: a program with overlap, as it was predicted to gain, against blocking, timed on the ranks themselves.
+"""Contest: the two choices of overlap that are predicted to gain most, against blocking, timed on the ranks themselves.
 
-Both run over the one set of weights, in turn: warm-up, then samples, of which the slowest rank's counts. Rank 0
+All run over the one set of weights, in turn: warm-up, then samples, of which the slowest rank's counts. Rank 0
 decides, every rank's plan records it (`Plan.measured`). Nothing of the user's changes: what a call writes
 is written to copies, gradients are thrown away, nothing is drawn from a generator.
 """
@@ -25,25 +25,26 @@ from plait.program import Program
 from plait.runtime.executor import Executable, executable, layouts
 from plait.runtime.graphs import WARM_UP
 from plait.runtime.holdings import Holdings
+from plait.runtime.pipeline import Pipeline
 from plait.runtime.sampler import Sampler, clock
 
-# Measuring makes a second program and calls both some ten times, which takes a second or so. The gains that are
+# Measuring makes further programs and calls each some ten times, which takes a second or so. The gains that are
 # predicted begin at 5 %: of a call of 1 ms they pay for it after 20,000 calls.
 SHORT = 1e-3
-LONG = 10.0  # seconds of a call: both, four times at least, take minutes
-BUDGET = 5.0  # seconds for the samples of both
+LONG = 10.0  # seconds of a call: all, four times at least, take minutes
+BUDGET = 5.0  # seconds for the samples of all
 SAMPLES = 5, 15  # at least, at most
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Contest:
-    """`first`: what the plan says. `rival`: the same blocking, where there is something to be measured; where that
-    cannot be, the `reason`."""
+    """`first`: what the plan says. `rivals`: the second choice, if there is one, and blocking, where there is something
+    to be measured; where that cannot be, the `reason`."""
 
     job: Job
     first: Any
-    rival: Executable | None = None
+    rivals: tuple[Any, ...] = ()
     reason: str = ""
 
     @classmethod
@@ -53,29 +54,32 @@ class Contest:
         if not asked or not rival.overlapped(first.planned.plan):
             return cls(job, first)
         reason = next((why for rule in REASONS if (why := rule(job, first))), "")
-        return cls(job, first, None if reason else _blocking(job, first), reason)
+        return cls(job, first, () if reason else _rivals(job, first), reason)
 
     @property
     def runs(self) -> tuple[tuple[str, ...], ...]:
-        """Weights that lie in a row for either of them."""
-        both = [self.first, self.rival] if self.rival is not None else [self.first]
-        return tuple(dict.fromkeys(run for each in reversed(both) for run in each.local.runs))
+        """Weights that lie in a row for any of them."""
+        return tuple(dict.fromkeys(run for each in reversed(self.all) for run in each.local.runs))
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        return self.first, *self.rivals
 
     def winner(self, holdings: Holdings) -> Any:
         """The one that this compile goes on with; its plan says what was measured."""
-        if self.rival is None and not self.reason:
+        if not self.rivals and not self.reason:
             return self.first
         measured = self._measured(holdings)
-        best = self.rival if measured.blocking else self.first
-        plan = rival.settled(best.planned.plan, measured)  # type: ignore[union-attr]
-        return replace(best, planned=replace(best.planned, plan=plan))  # type: ignore[type-var, union-attr]
+        best = self.all[measured.kept if self.rivals else 0]
+        plan = rival.settled(best.planned.plan, measured)
+        return replace(best, planned=replace(best.planned, plan=plan))
 
     def _measured(self, holdings: Holdings) -> Measured:
         """As rank 0 saw it."""
         plan = self.first.planned.plan
-        if self.rival is None:
+        if not self.rivals:
             return Measured((plan.seconds, rival.seconds(plan)), reason=self.reason)
-        predicted = plan.seconds, self.rival.planned.plan.seconds
+        predicted = tuple(each.planned.plan.seconds for each in self.all)
         try:
             with self.job.agreement.guard("measure"), _apart(self.job.device):
                 mine = Measured.of(predicted, self._samples(holdings))
@@ -87,11 +91,10 @@ class Contest:
         return Measured.read(self.job.agreement.tell("measure", asdict(mine))[0])
 
     def _samples(self, holdings: Holdings) -> list[list[float]]:
-        """Of both, as many as there is time for."""
-        assert self.rival is not None
+        """Of all, as many as there is time for."""
         trial = Trial.of(self.job, self.first, holdings.tensors)
-        steps = [trial.step(self.first), trial.step(self.rival)]
-        timer = clock(self.job.device, self.job.seat.transport.group)
+        steps = list(map(trial.step, self.all))
+        timer = clock(self.job.device, self.job.beside)
         once = Sampler(timer, WARM_UP + 1, 1).run(steps, trial.clear)
         least, most = SAMPLES
         count = min(most, max(least, int(BUDGET / sum(t for (t,) in once))))
@@ -109,7 +112,7 @@ class Trial:
     leaves: list[Any]
 
     @classmethod
-    def of(cls, job: Job, first: Executable, tensors: Mapping[str, Tensor]) -> Trial:
+    def of(cls, job: Job, first: Any, tensors: Mapping[str, Tensor]) -> Trial:
         program = first.program
         leaves = first.leaves(job.source.args, job.source.kwargs or {})
         assert leaves is not None, "the program is of this call"
@@ -124,7 +127,7 @@ class Trial:
             for name, value in self.kept.items():
                 self.weights[name].copy_(value)
 
-    def step(self, program: Executable) -> Callable[[], None]:
+    def step(self, program: Any) -> Callable[[], None]:
         """A call, and the way back where the module is to be trained."""
 
         def run() -> None:
@@ -133,7 +136,9 @@ class Trial:
                     out = program(self.weights, self.leaves, torch.tensor(SEED))
                 ends = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
                 if ends:
-                    torch.autograd.grad(ends, self._asking, list(map(torch.ones_like, ends)), allow_unused=True)
+                    torch.autograd.backward(ends, list(map(torch.ones_like, ends)))
+                for x in self._asking:
+                    x.grad = None
 
         return run
 
@@ -143,10 +148,16 @@ class Trial:
         return [x for x in every if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _blocking(job: Job, first: Executable) -> Executable:
-    planned = rival.unwoven(first.planned) or job.shared(
-        first.program, lambda: rival.cheapest(first.planned, job.options, layouts(first.local))
-    )
+def _rivals(job: Job, first: Any) -> tuple[Any, ...]:
+    plan = first.planned.plan
+    second, blocking = rival.second(plan), rival.unwoven(plan)
+    also = [job.rewoven(first, second)] if second is not None else []
+    return *also, job.rewoven(first, blocking) if blocking is not None else _cheapest(job, first)
+
+
+def _cheapest(job: Job, first: Executable) -> Executable:
+    fixed = layouts(first.local)
+    planned = job.shared(first.program, lambda: rival.cheapest(first.planned, job.options, fixed))
     return executable(planned, job.seat.transport, job.device)
 
 
@@ -167,27 +178,29 @@ def _apart(device: torch.device) -> Iterator[None]:
 # -- why nothing is measured ------------------------------------------------------------------------
 
 
-def _staged(job: Job, first: Any) -> str:
-    return "it runs in stages or micro-batches, and one program is what is timed" if job.staging is not None else ""
+def _on_the_last(job: Job, first: Any) -> str:
+    """What is timed goes back through the outputs."""
+    alone = isinstance(first, Pipeline) and first.only_last and first.stages.channel.pp > 1
+    return "it is trained by steps, and has outputs on its last stage alone" if alone and first.program.training else ""
 
 
-def _elsewhere(job: Job, first: Executable) -> str:
+def _elsewhere(job: Job, first: Any) -> str:
     kind, here = job.options.cluster.device.kind, job.device.type
     return f"the plan is for {kind} devices, and these ranks have {here}" if kind != here else ""
 
 
-def _without_values(job: Job, first: Executable) -> str:
+def _without_values(job: Job, first: Any) -> str:
     leaves = first.leaves(job.source.args, job.source.kwargs or {}) or []
     pairs = zip(leaves, first.program.inputs, strict=True)
     empty = [i.path for x, i in pairs if isinstance(x, Tensor) and x.is_meta]
     return f"{', '.join(empty)}: on the meta device, and without values" if empty else ""
 
 
-def _length(job: Job, first: Executable) -> str:
+def _length(job: Job, first: Any) -> str:
     seconds = rival.seconds(first.planned.plan)
     if seconds < SHORT:
         return f"a call is predicted to take {seconds * 1e6:.0f} us, too short to pay for it"
     return f"a call is predicted to take {seconds:.0f} s" if seconds > LONG else ""
 
 
-REASONS = (_staged, _elsewhere, _without_values, _length)
+REASONS = (_on_the_last, _elsewhere, _without_values, _length)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.capture.join import Join, along
@@ -75,6 +76,17 @@ class Job:
                 text = mine.plan.to_json()
         chosen = Plan.from_json(self.agreement.broadcast("plan", text))
         return mine if mine is not None else planner.replay(program, chosen, self.options)
+
+    def rewoven(self, first: Any, plan: Plan) -> Any:
+        """`first` as another plan of the same program has it, over the same weights."""
+        if self.staging is not None:
+            return self.staging.rewoven(first, plan, self.options, self.agreement, self.device)
+        return executable(rival.rewoven(first.planned, plan), self.seat.transport, self.device)
+
+    @property
+    def beside(self) -> dist.ProcessGroup | None:
+        """The ranks that a call needs."""
+        return self.seat.transport.group if self.staging is None else self.seat.group
 
     def load(self, program: Program, first: Any, weights: Any, runs: Sequence[Sequence[str]]) -> Holdings:
         """This rank's parts of the weights, from `weights` or from the live model; those of `runs` in a row."""

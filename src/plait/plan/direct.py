@@ -26,7 +26,7 @@ from plait.cluster import Cluster
 from plait.cluster.device import Device
 from plait.passes.partition import BACK
 from plait.passes.rings import RUNS, Event, Few, Found, Route, Shape, columns
-from plait.plan.plan import Overlapped
+from plait.plan.plan import Overlapped, Second
 
 RING, HOP = "ring", "one hop"
 # Measured on 2 x H200 (bench/results/rowshard-notes.md): from a kernel's end to the first byte of a push 2-5 us,
@@ -136,20 +136,25 @@ def _ring(clock: _Clock, debts: _Debts, blocking: Mapping[str, float]) -> Overla
     if not timed:
         return None
     # the first of equals: fewest runs, fewest direct rows
-    seconds, route = min(timed, key=lambda one: one[0] * SURE[one[1].runs])
+    timed.sort(key=lambda one: one[0] * SURE[one[1].runs])
     whole, moved = clock.compute(clock.rows), blocking[name]
+    timed = timed[:2]
     if event.site.grad:
-        seconds += clock.back(route, debts) + clock.sum()
+        timed = [(seconds + clock.back(route, debts) + clock.sum(), route) for seconds, route in timed]
         whole += clock.of_data(clock.rows) + clock.of_weights()
         moved += blocking[f"{name}{BACK}"]
+    seen = [Second(f"{RING} {replace(r, late=debts.late)}", s, max(0.0, s - whole)) for s, r in timed]
+    first, second, *_ = *seen, None
+    assert first is not None
     return Overlapped(
         region=", ".join(m.name for m in event.matmuls) or name,
-        form=f"{RING} {replace(route, late=debts.late)}",
+        form=first.form,
         sites=(name,),
         nodes=len(event.matmuls),
-        seconds=seconds,
+        seconds=first.seconds,
         whole=whole + moved,
-        exposed=max(0.0, seconds - whole),
+        exposed=first.exposed,
+        second=second if second is not None and second.seconds < whole + moved else None,
     )
 
 

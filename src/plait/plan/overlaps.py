@@ -18,7 +18,7 @@ from plait.passes.overlap.regions import Region, regions
 from plait.passes.overlap.timeline import Machine
 from plait.passes.partition import BACK, Local, Site
 from plait.plan import direct, owed
-from plait.plan.plan import Overlapped, Placed, Plan
+from plait.plan.plan import Overlapped, Placed, Plan, Second
 from plait.rules.equation import atoms
 
 
@@ -130,8 +130,13 @@ def _spell(
         seconds=c.seconds if form is not None else c.whole,
         whole=c.whole,
         exposed=c.exposed if form is not None else c.hideable,
+        second=_second(c) if form is not None else None,
         reason=_fewer(form, overlap) if form is not None else _reason(c, chosen, overlap),
     )
+
+
+def _second(c: Candidate) -> Second | None:
+    return None if c.second is None else Second(str(c.second.form), c.second.seconds, c.second.exposed)
 
 
 def _fewer(form: Form, overlap: str | int) -> str:

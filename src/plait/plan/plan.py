@@ -11,7 +11,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from plait.errors import PlanError
@@ -46,6 +46,15 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Second:
+    """The form of a region that is predicted to come second, where it gains on blocking too."""
+
+    form: str
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
 class Overlapped:
     """A region of operators around collectives, and how it is cut in time (passes/overlap).
 
@@ -62,10 +71,21 @@ class Overlapped:
     exposed: float
     reason: str = ""
     stage: int = 0  # of a pipeline
+    second: Second | None = None
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Overlapped:
-        return cls(**{**data, "sites": tuple(data["sites"])})
+        second = data.get("second")
+        return cls(**{**data, "sites": tuple(data["sites"]), "second": Second(**second) if second else None})
+
+    @property
+    def swapped(self) -> Overlapped:
+        """As the second form has it, which takes the place of the first."""
+        if self.second is None:
+            return self
+        first = Second(self.form, self.seconds, self.exposed)
+        form, seconds, exposed = self.second.form, self.second.seconds, self.second.exposed
+        return replace(self, form=form, seconds=seconds, exposed=exposed, second=first)
 
     def moves(self, name: str) -> bool:
         """Whether a collective is one of its: `sites` say those of both directions, or of one (`move_3.backward`)."""

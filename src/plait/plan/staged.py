@@ -237,13 +237,31 @@ def _overlapped(
     return overlaps.decide(flow, overlap, machine, first)[1]
 
 
+def relisted(plan: Plan, listed: Sequence[tuple[Overlapped, ...]]) -> Plan:
+    """The plan with these forms of its regions, of the micro-batches of every number of rows."""
+    before = plan.staged
+    assert before is not None
+    order = schedule.make(before.schedule, plan.pp, plan.micro_batches, plan.training)
+    now = _hiding(replace(before, seconds=_exposing(before, plan.overlaps)), order, listed)
+    times = (played(order, s.seconds, s.recompute) for s in (now, before))
+    return replace(plan, staged=now, overlaps=listed[0], seconds=plan.seconds + next(times) - next(times))
+
+
 def _hiding(staged: Staged, order: Schedule, listed: Sequence[tuple[Overlapped, ...]]) -> Staged:
     """With what the chunks of each stage gain, of the first micro-batch as all its times are."""
-    gains = [sum(o.whole - o.seconds for o in listed[0] if o.stage == s) for s in range(order.stages)]
-    seconds = tuple(whole - gain for whole, gain in zip(staged.seconds, gains, strict=True))
+    seconds = tuple(whole - gain for whole, gain in zip(staged.seconds, _gains(staged, listed[0]), strict=True))
     again = staged.recompute != "off"
     bubble = schedule.bubble(order, schedule.forward(order, seconds, again), again)
     return replace(staged, seconds=seconds, bubble=bubble, overlaps=tuple(listed[1:]))
+
+
+def _exposing(staged: Staged, listed: tuple[Overlapped, ...]) -> tuple[float, ...]:
+    """Seconds of every stage without what these gain."""
+    return tuple(s + gain for s, gain in zip(staged.seconds, _gains(staged, listed), strict=True))
+
+
+def _gains(staged: Staged, listed: tuple[Overlapped, ...]) -> list[float]:
+    return [sum(o.whole - o.seconds for o in listed if o.stage == s) for s in range(len(staged.seconds))]
 
 
 def _cut(

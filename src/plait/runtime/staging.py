@@ -37,6 +37,7 @@ class Seat:
     channel: Channel
     transport: Transport  # within this rank's tensor-parallel group
     replicas: Replicas
+    group: dist.ProcessGroup | None = None  # of all of them
 
     @classmethod
     def of(
@@ -56,7 +57,7 @@ class Seat:
         agreement.covers(*(g for g in dict.fromkeys(made) if g not in (None, group)))
         if mesh.pp == 1:
             agreement.counted(Place(rows.begun, replicas.transport.begun))
-        return cls(seats, line, rows, replicas)
+        return cls(seats, line, rows, replicas, group)
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,20 @@ class Staging:
         `joined`: the program is of all replicas' batches together.
         """
         wish = replace(self.wish, joined=joined)
+        pieces = self._pieces(program, options, wish, agreement, saved, first)
+        return self._pipeline(pieces, agreement, device, first)
+
+    def rewoven(
+        self, first: Pipeline, plan: Plan, options: Options, agreement: Agreement, device: torch.device
+    ) -> Pipeline:
+        """`first` as another plan of the same program has it."""
+        return self._pipeline(staged.replay(first.program, plan, options, self.wish), agreement, device, first)
+
+    def _pipeline(
+        self, pieces: Pieces, agreement: Agreement, device: torch.device, first: Pipeline | None
+    ) -> Pipeline:
         return pipeline(
-            self._pieces(program, options, wish, agreement, saved, first),
+            pieces,
             self.seat.transport,
             self.seat.channel,
             agreement.guard,

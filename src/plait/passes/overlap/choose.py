@@ -38,6 +38,7 @@ class Candidate:
     hideable: float  # of it, seconds of transfers
     shared: bool = False  # the cores that compute also carry the transfers
     unasked: bool = False  # it would run only where chunks are asked for
+    second: Candidate | None = None  # the next best form, where that gains too
 
     @property
     def gain(self) -> float:
@@ -152,7 +153,8 @@ def _best(flow: Flow, region: Region, machine: Machine) -> Candidate | None:
     if not forms:
         return None
     whole = timelines(flow, region, WHOLE, machine)
-    return min((weigh(flow, region, f, machine, whole) for f in forms), key=lambda c: c.seconds)
+    best, *others = sorted((weigh(flow, region, f, machine, whole) for f in forms), key=lambda c: c.seconds)
+    return replace(best, second=next((c for c in others if c.gain > 0), None))
 
 
 def weigh(
