@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ import plait
 from plait.cluster import Cluster, Device, Level, Protocol, Transport
 from plait.errors import ScheduleError
 from plait.passes import schedule as orders
+from plait.passes.overlap import places
 from plait.passes.overlap.check import check, closed
-from plait.passes.overlap.schedule import Schedule, schedule
+from plait.passes.overlap.schedule import RECEIVE, SEND, Item, Launch, Schedule, schedule
 from plait.passes.overlap.weave import weave
 from plait.passes.partition import Local
 from plait.passes.pipeline import Borders, Stage, split
@@ -117,7 +119,7 @@ def uneven() -> Pieces:
     return pieces(pretend.trace(setup, True), 2, 3, micro_batches=3, name="interleaved")
 
 
-def places(order: orders.Schedule, known: list[list[list[Schedule]]]) -> list[list[Schedule]]:
+def alone(order: orders.Schedule, known: list[list[list[Schedule]]]) -> list[list[Schedule]]:
     """[place][rank]: the forwards of all micro-batches, behind each other as the schedule has them."""
     out = []
     for actions in order.places:
@@ -142,7 +144,7 @@ def test_stages_that_end_closed_follow_each_other_in_any_order(name: str) -> Non
         order = orders.make(name, 2, 3)
     else:  # every stage on a place of its own
         order = orders.make(name, count, 3)
-    for ranks in places(order, known):
+    for ranks in alone(order, known):
         check(ranks)
         assert [Schedule.parse(str(s)) for s in ranks] == ranks
 
@@ -156,6 +158,100 @@ def test_an_order_of_actions_that_differs_between_ranks_is_found() -> None:
     )
     with pytest.raises(ScheduleError, match="deadlock|collective \\d+ is"):
         check([one, other])
+
+
+# -- messages ----------------------------------------------------------------------------------------
+
+
+@cache
+def together(name: str) -> tuple[Schedule, ...]:
+    """All that every rank launches in a step of three micro-batches, both ways."""
+    made = uneven()
+    count = len(made.staged.borders.firsts) + 1
+    order = orders.make(name, count // orders.STAGES_A_PLACE[name], 3)
+    found = tuple(places.schedules(order, [[stages(p, rank) for rank in range(N)] for p in made.planned]))
+    assert len(found) == len(order.places) * N
+    return found
+
+
+def messages(s: Schedule) -> list[int]:
+    return [i for i, x in enumerate(s.items) if isinstance(x, Launch) and x.message]
+
+
+def in_place_of(all_: tuple[Schedule, ...], rank: int, items: list[Item]) -> list[Schedule]:
+    return [replace(s, items=tuple(items)) if r == rank else s for r, s in enumerate(all_)]
+
+
+@pytest.mark.parametrize("name", orders.SCHEDULES)
+def test_stages_and_their_messages_come_to_one_order(name: str) -> None:
+    """Of every schedule of a pipeline, forward and back."""
+    ranks = together(name)
+    check(ranks)
+    assert [Schedule.parse(str(s)) for s in ranks] == list(ranks)
+    assert all({x.collective for x in s.launches if x.message} == {SEND, RECEIVE} for s in ranks)
+    joint = {x.name.partition("@")[2] for s in ranks for x in s.launches if x.collective and not x.message}
+    assert {name[1] for name in joint} > {"F"}, "collectives of both ways"
+    assert sum(map(len, map(messages, ranks))) == 2 * 2 * N * 3 * 3  # ends, ways, ranks, borders, micro-batches
+
+
+@pytest.mark.parametrize("name", orders.SCHEDULES)
+@pytest.mark.parametrize("rank", (0, 3))
+@pytest.mark.sample(2)
+def test_a_message_that_is_left_out_is_found(name: str, rank: int) -> None:
+    ranks = together(name)
+    for at in messages(ranks[rank]):
+        gone = ranks[rank].items[at]
+        assert isinstance(gone, Launch)
+        why = f"{gone.name} is sent to rank {rank}, and not received" if gone.collective == RECEIVE else "deadlock"
+        with pytest.raises(ScheduleError, match=why):
+            check(in_place_of(ranks, rank, [x for i, x in enumerate(ranks[rank].items) if i != at]))
+
+
+@pytest.mark.parametrize("name", orders.SCHEDULES)
+@pytest.mark.parametrize("rank", (0, 3))
+@pytest.mark.sample(2)
+def test_a_message_on_the_other_side_of_a_collective_is_found(name: str, rank: int) -> None:
+    """Of the one before it and the one behind it, on one rank of a place."""
+    ranks, found = together(name), 0
+    mine = list(ranks[rank].items)
+    joint = [i for i, x in enumerate(mine) if isinstance(x, Launch) and x.collective and not x.message]
+    for at in messages(ranks[rank]):
+        for other in (max((i for i in joint if i < at), default=None), min((i for i in joint if i > at), default=None)):
+            if other is None:
+                continue
+            items = [x for i, x in enumerate(mine) if i != at]
+            items.insert(other, mine[at])  # before it where it stood behind it, and behind it where it stood before
+            with pytest.raises(ScheduleError):
+                check(in_place_of(ranks, rank, items))
+            found += 1
+    assert found > 6
+
+
+@pytest.mark.parametrize("name", orders.SCHEDULES)
+@pytest.mark.parametrize("rank", (0, 3))
+@pytest.mark.sample(2)
+def test_messages_in_another_order_on_one_rank_are_found(name: str, rank: int) -> None:
+    ranks = together(name)
+    mine = ranks[rank].items
+    for a, b in pairwise(messages(ranks[rank])):
+        items = list(mine)
+        items[a], items[b] = items[b], items[a]
+        with pytest.raises(ScheduleError):
+            check(in_place_of(ranks, rank, items))
+
+
+def test_a_schedule_that_locks_is_found_whatever_its_ranks_agree_on() -> None:
+    """Both ranks of place 0 wait for a gradient before they send what it is made of."""
+    made = uneven()
+    order = orders.make("1f1b", 4, 3)
+    line = list(order.places[0])
+    at = line.index(orders.Action(0, "B", 0))
+    before = line.index(orders.Action(0, "F", 0))
+    line.insert(before, line.pop(at))
+    wrong = replace(order, places=(tuple(line), *order.places[1:]))
+    known = [[stages(p, rank) for rank in range(N)] for p in made.planned]
+    with pytest.raises(ScheduleError, match="deadlock: rank 0 compute stands at `compute: .*0B0 = receive"):
+        check(places.schedules(wrong, known))
 
 
 def test_rows_that_differ_are_cut_as_they_can_be() -> None:

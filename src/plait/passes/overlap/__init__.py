@@ -7,5 +7,6 @@
     arrange    the order of nodes and chunks
     weave      the program of a rank with the chosen regions in chunks
     schedule   its launches, events and slots as lines; check proves them for all ranks together
+    places     the lines of all ranks of a pipeline, messages between stages included
     races      the same proof for moves in the peers' memory, from what a lowered program does
 """

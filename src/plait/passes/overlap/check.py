@@ -1,19 +1,23 @@
 """Check: the schedules of all ranks, run against each other without a machine; every fault is listed.
 
 Streams advance in order; a wait needs its event, a collective needs every rank of its group at the
-same one. What cannot advance any more is a deadlock. Each line gets a clock, for every stream of
-every rank the last line that is certain to be over before it (vector clocks; Lamport, Fidge,
-Mattern), and from the clocks follows:
+same one, a receive needs its send. What cannot advance any more is a deadlock. Each line gets a
+clock, for every stream of every rank the last line that is certain to be over before it (vector
+clocks; Lamport, Fidge, Mattern), and from the clocks follows:
 
     a reader comes after the one that wrote its value
     a slot is written only after all readers of what lies in it
-    any two ranks do the collectives that they share in one order, whatever the streams do
+    any two ranks do the collectives that they share in one order, whatever the streams do; and ranks of one
+        group send and receive at the same places between these
+    what is sent is received, once
     every collective is over when its rank's compute ends: nothing is left open
 
 The last makes programs that follow one another right if each of them is alone, in whatever order,
 if only it is the same on all ranks: when one begins no collective of another is on its way, so the
 order on the group is that of the programs, and no slot is still read. So it is with the actions of
-a pipeline, of which each runs one stage's program forward or back; `closed` asks it of a stage.
+a pipeline, of which each runs one stage's program forward or back; `closed` asks it of a stage. What
+all ranks do in all actions, messages included, is written by places.py and checked here: that it comes
+to its end is that one order of all collectives and messages, of all groups, is the order of every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from itertools import combinations
 from torch import fx
 
 from plait.errors import ScheduleError
-from plait.passes.overlap.schedule import COMPUTE, Launch, Record, Schedule, Wait, slot
+from plait.passes.overlap.schedule import COMPUTE, SEND, Launch, Record, Schedule, Wait, slot
 
 Stream = tuple[int, str]  # (rank, stream)
 Clock = dict[Stream, int]
@@ -40,6 +44,7 @@ def check(schedules: Sequence[Schedule]) -> None:
         faults += _unordered(rank, run)
         faults += _open(rank, run)
     faults += _orders(run)
+    faults += [f"rank {a}: {name} is sent to rank {b}, and not received" for a, b, name in run.underway]
     if faults:
         raise ScheduleError("\n".join(faults))
 
@@ -55,6 +60,7 @@ class _Run:
     events: dict[tuple[int, str], Clock] = field(default_factory=dict)
     now: dict[Stream, Clock] = field(default_factory=dict)
     done: dict[int, list[str]] = field(default_factory=dict)  # collectives by rank, in order of launch
+    sent: dict[tuple[int, int, str], list[Clock]] = field(default_factory=dict)  # (from, to, name), on their way
 
     def __post_init__(self) -> None:
         for rank, schedule in enumerate(self.schedules):
@@ -87,12 +93,36 @@ class _Run:
                     return False
                 _join(self.now[stream], self.events[rank, event])
                 self._tick(stream)
+            case Launch() if line.message:
+                return self._message(stream, line)
             case Launch() if line.collective:
                 return self._meet(line)
             case Launch():
-                self._tick(stream)
-                self.clocks[rank, line.name] = stream, self.at[stream] - 1, dict(self.now[stream])
+                self._launch(stream, line)
         return True
+
+    def _launch(self, stream: Stream, line: Launch) -> None:
+        self._tick(stream)
+        self.clocks[stream[0], line.key] = stream, self.at[stream] - 1, dict(self.now[stream])
+
+    def _message(self, stream: Stream, line: Launch) -> bool:
+        """A send waits for nothing, a receive for its send."""
+        rank, (other,) = stream[0], line.ranks
+        if line.collective == SEND:
+            self._launch(stream, line)
+            self.sent.setdefault((rank, other, line.name), []).append(dict(self.now[stream]))
+            return True
+        waiting = self.sent.get((other, rank, line.name))
+        if not waiting:
+            return False
+        _join(self.now[stream], waiting.pop(0))
+        self._launch(stream, line)
+        return True
+
+    @property
+    def underway(self) -> list[tuple[int, int, str]]:
+        """What was sent and is not received at the end."""
+        return [key for key, clocks in self.sent.items() for _ in clocks]
 
     def _meet(self, line: Launch) -> bool:
         """A collective runs once all its ranks have come to it."""
@@ -133,7 +163,7 @@ def _join(clock: Clock, other: Clock) -> None:
 
 def _values(rank: int, schedule: Schedule, run: _Run) -> list[str]:
     """Readers after writers, and slots free before they are written again."""
-    writer = {value: launch.name for launch in schedule.launches for value in launch.writes}
+    writer = {value: launch.key for launch in schedule.launches for value in launch.writes}
     readers: dict[str, list[str]] = {value: [] for value in writer}
     faults = []
     for launch in schedule.launches:
@@ -141,11 +171,11 @@ def _values(rank: int, schedule: Schedule, run: _Run) -> list[str]:
             if value in schedule.given:
                 continue
             if value not in writer:
-                faults.append(f"rank {rank}: {launch.name} reads {value}, which nobody writes")
-            elif not run.before(rank, writer[value], launch.name):
-                faults.append(f"rank {rank}: {launch.name} may read {value} before {writer[value]} wrote it")
+                faults.append(f"rank {rank}: {launch.key} reads {value}, which nobody writes")
+            elif not run.before(rank, writer[value], launch.key):
+                faults.append(f"rank {rank}: {launch.key} may read {value} before {writer[value]} wrote it")
             else:
-                readers[value].append(launch.name)
+                readers[value].append(launch.key)
     latest: dict[str, str] = {}
     for value in writer:
         where = slot(value)
@@ -203,12 +233,15 @@ def closed(graph: fx.Graph, name: str) -> None:
 
 
 def _orders(run: _Run) -> list[str]:
-    """The order as written, of any two ranks in what they share: a transport may match by order alone."""
+    """The order as written, of any two ranks in what they share, and in their messages between that: a transport may
+    match by order alone."""
     written = [[x for x in s.launches if x.collective] for s in run.schedules]
     out = []
     for (one, a), (other, b) in combinations(enumerate(written), 2):
-        first = [x.name for x in a if other in x.ranks]
-        names = [x.name for x in b if one in x.ranks]
+        if not any(other in x.ranks and not x.message for x in a):
+            a, b = ([x for x in each if not x.message] for each in (a, b))
+        first = [x.key for x in a if x.message or other in x.ranks]
+        names = [x.key for x in b if x.message or one in x.ranks]
         if names != first:
             differ = (i for i, (x, y) in enumerate(zip(names, first, strict=False)) if x != y)
             i = next(differ, min(len(names), len(first)))

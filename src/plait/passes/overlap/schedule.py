@@ -7,6 +7,7 @@
     comm: record e1
     compute: wait e1
     compute: join_rows(s0:move_2_c0, ...) -> join_rows
+    compute: add_4:0:1F2 = send[8](add_4) ->
 
 A stream runs its lines in order; between streams only events order anything. A value in `s0:` lies in
 slot 0 of the buffers that transfers write, which are used again as soon as the program allows; the
@@ -18,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -26,9 +28,13 @@ from plait.passes.partition import Local, Site
 COMPUTE, COMM = "compute", "comm"
 
 
+SEND, RECEIVE = "send", "receive"
+
+
 @dataclass(frozen=True)
 class Launch:
-    """`collective`: done by `ranks` together, each with its own launch of the same name."""
+    """`collective`: done by `ranks` together, each with its own launch of the same name; or SEND to, RECEIVE from the
+    one rank of `ranks`. A send waits for nothing, and what it reads is its own until it is received."""
 
     stream: str
     name: str
@@ -36,6 +42,15 @@ class Launch:
     writes: tuple[str, ...]
     collective: str = ""
     ranks: tuple[int, ...] = ()
+
+    @property
+    def message(self) -> bool:
+        return self.collective in (SEND, RECEIVE)
+
+    @property
+    def key(self) -> str:
+        """Of a rank's launches its own: a stage may send to one of the same rank."""
+        return f"{self.collective} {self.name}" if self.message else self.name
 
     def __str__(self) -> str:
         what = self.name
@@ -105,9 +120,14 @@ def slot(value: str) -> str | None:
     return found[1] if found else None
 
 
-def schedule(local: Local, n: int) -> Schedule:
-    """What a woven program launches on its rank."""
-    return _Writer(local, tuple(range(n))).write()
+def schedule(local: Local, n: int, first: int = 0) -> Schedule:
+    """What a woven program launches on its rank, of n from `first` on."""
+    return _Writer(local, tuple(range(first, first + n))).write()
+
+
+def message(kind: str, rank: int, name: str, *reads: object) -> object:
+    """In a graph: what is sent to a rank, or received from it."""
+    raise AssertionError("it stands for a message, and is not run")
 
 
 class _Writer:
@@ -130,6 +150,8 @@ class _Writer:
                 given.add(node.name)
             elif node.op == "call_module":
                 self._move(node)
+            elif node.target is message:
+                self._message(node, *node.args[:3])
             elif node.op == "call_function":
                 self._launch(COMPUTE, node, node.name, "")
             self.free += self.held.pop(self.at[node], [])
@@ -151,6 +173,12 @@ class _Writer:
             self.arrivals[name] = self._record(COMM)
         if not half and kind:
             self.items.append(Wait(COMPUTE, self._record(COMM)))
+
+    def _message(self, node: fx.Node, kind: Any, rank: Any, name: Any) -> None:
+        reads = tuple(dict.fromkeys(self.names[i] for i in node.all_input_nodes if i in self.names))
+        writes = (node.name,) if kind == RECEIVE else ()
+        self.names[node] = node.name
+        self.items.append(Launch(COMPUTE, name, reads, writes, kind, (rank,)))
 
     def _across(self, node: fx.Node, site: Site, kind: str) -> None:
         """A transfer: behind what compute has launched so far, into a slot of its own."""
@@ -206,10 +234,11 @@ def _marked(item: Item, given: frozenset[str], mark: str) -> Item:
         return type(item)(item.stream, item.event + mark)
     reads = tuple(v if v in given else v + mark for v in item.reads)
     writes = tuple(v + mark for v in item.writes)
-    return Launch(item.stream, item.name + mark, reads, writes, item.collective, item.ranks)
+    name = item.name if item.message else item.name + mark  # a message has one name at both ends
+    return Launch(item.stream, name, reads, writes, item.collective, item.ranks)
 
 
-_LINE = re.compile(r"(\w+): (?:(record|wait) (\S+)|(\S+)(?: = (\w+)\[([\d,]*)\])?\((.*)\) -> (.*))")
+_LINE = re.compile(r"(\w+): (?:(record|wait) (\S+)|(\S+)(?: = (\w+)\[([\d,]*)\])?\((.*)\) ->(.*))")
 
 
 def _parse(line: str) -> Item:
@@ -226,4 +255,6 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-__all__ = ["COMM", "COMPUTE", "Launch", "Record", "Schedule", "Wait", "schedule", "slot"]
+__all__ = [
+    "COMM", "COMPUTE", "RECEIVE", "SEND", "Launch", "Record", "Schedule", "Wait", "message", "schedule", "slot",
+]  # fmt: skip
