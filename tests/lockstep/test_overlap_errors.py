@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.plan import planner
+from plait.report.explain import BITS, explain
 from tests import pretend, zoo
 from tests.cases import Setup
 from tests.compare import Run, demand, plain
@@ -96,6 +97,13 @@ def compare(setup: Setup, n: int, count: int, dtype: torch.dtype) -> None:
         for kind, (error, norm) in chunks.items()
         if error > BOUND * max(whole[kind][0], least * norm)
     )
+
+
+def test_where_bits_may_differ_is_said() -> None:
+    program = pretend.trace(blocks(64, 32, torch.float32), True)
+    for overlap, said in ((2, True), ("off", False)):
+        made = planner.make(program, planner.Options(2, free(2), overlap=overlap))
+        assert (BITS in explain(made.plan)) is said
 
 
 DTYPES = (torch.float32, torch.bfloat16)

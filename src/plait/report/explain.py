@@ -11,6 +11,9 @@ from plait.plan.owed import LATE
 from plait.plan.plan import Overlapped, Placed, Plan
 
 
+BITS = "bits: matmuls in pieces, and gradients that are summed over pieces, may round otherwise than in one piece"
+
+
 def explain(plan: Plan) -> str:
     """What is split, every collective, what is whole and why, what it should cost."""
     return "\n".join(
@@ -78,6 +81,7 @@ def _regions(plan: Plan) -> list[str]:
     beside = sum(map(_hides, peers))
     lines += [f"moves through the peers' memory: {len(peers)}, {beside} of them beside matmuls"] if peers else []
     lines += [f"moves of gradients beside gradients of weights: {late}"] if late else []
+    lines += [BITS] if cut or beside else []
     staged = plan.staged
     if staged is None:
         return lines + [f"  {o}" for o in plan.overlaps]
