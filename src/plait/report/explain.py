@@ -10,7 +10,6 @@ from plait.plan import direct
 from plait.plan.owed import LATE
 from plait.plan.plan import Overlapped, Placed, Plan
 
-
 BITS = "bits: matmuls in pieces, and gradients that are summed over pieces, may round otherwise than in one piece"
 
 
