@@ -123,6 +123,8 @@ def test_more_stages_than_places_to_cut() -> None:
     line = Line(tuple(Item(f"n{i}", 1.0) for i in range(3)))
     with pytest.raises(PlanError, match="into at most 3 stages"):
         cut(line, 4)
+    with pytest.raises(PlanError, match="^4 stages, 2 a place as interleaved has them, where others have one: "):
+        divided(line, Link(), 1.0, 2, "interleaved", 2, True)
 
 
 def test_weights_that_do_not_fit_move_the_cut() -> None:

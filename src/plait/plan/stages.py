@@ -206,17 +206,18 @@ def cut(
     memory: float | None = None,
     opened: Sequence[float] | None = None,
     homes: Sequence[frozenset[str]] | None = None,
+    about: str = "",
 ) -> Cuts:
     """The best cut into `stages` parts; a transfer takes `send_seconds + bytes * byte_seconds`.
 
     `opened`: micro-batches that every stage has open at most. `homes`: the weights that every stage
     holds already, and so the only ones it may read. Raises PlanError where no cut is possible, with
-    the number of stages that would be.
+    the number of stages that would be; `about`: why there are so many.
     """
     n, legal = len(line.items), line.legal
     if stages > int(legal.sum()) - 1:
         raise PlanError(
-            f"{stages} stages: the model has {n} operators that can be cut apart at "
+            f"{stages} stages{about}: the model has {n} operators that can be cut apart at "
             f"{int(legal.sum()) - 2} places, into at most {max(1, int(legal.sum()) - 1)} stages"
         )
     live = line.live

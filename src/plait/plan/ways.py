@@ -146,6 +146,7 @@ def divided(
         memory=line.workspace + (memory - line.workspace) / a_place,  # one stage of a place runs at once
         opened=opened(name, pp, pieces, training),
         homes=homes,
+        about=f", {a_place} a place as {name} has them, where others have one" if a_place > 1 else "",
     )
 
 
