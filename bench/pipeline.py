@@ -2,6 +2,7 @@
 
     python -m bench.pipeline                  prints tables; --keep writes bench/results/pipeline.md
     python -m bench.pipeline --trace FILE     also the events of one step, for ui.perfetto.dev
+    python -m bench.pipeline --block 0.54     sleeps fifteen times as long, beside which the runtime's own time is small
 
 Stages compute what they always do, and then sleep until as much time has passed as the plan predicts
 for them: so several processes on one core run as devices of their own would, and what is measured is
@@ -49,7 +50,7 @@ from plait.runtime.processes import launch
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.md"
 ROWS, WIDTH = 32, 48
-BLOCK = 0.036  # seconds that a layer of the batch takes forward on the sleeping device
+BLOCK = 0.036  # seconds that a layer of the batch sleeps forward
 CLOSE = 0.03  # predictions this near each other have no order
 # schedule and micro-batches; "auto" is what `plait.compile` chooses
 CANDIDATES: tuple[tuple[str, int | str], ...] = (
@@ -200,11 +201,11 @@ def played(order: Schedule, spent: Sequence[dict[str, float]]) -> tuple[float, f
     return seconds, 1 - sum(cpu.values()) / (seconds * len(order.places))
 
 
-def sleeping(out: str, steps: int) -> None:
-    """Every candidate at this number of places."""
+def sleeping(out: str, steps: int, block: float) -> None:
+    """Every candidate at this number of places; a layer of the batch takes `block` seconds forward."""
     torch.set_num_threads(1)
     runtime.Run = Timed  # type: ignore[misc]
-    machine = cluster(dist.get_world_size(), 2 * ROWS * WIDTH * WIDTH / BLOCK)
+    machine = cluster(dist.get_world_size(), 2 * ROWS * WIDTH * WIDTH / block)
     rows: list[dict[str, Any]] = []
     for uneven in (False, True):
         model, x, target = layers(12, uneven), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
@@ -352,10 +353,10 @@ def head(load: str) -> list[str]:
     ]
 
 
-def rows_of(target: Any, places: int, steps: int) -> list[dict[str, Any]]:
+def rows_of(target: Any, places: int, *asked: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "rows.json")
-        launch(target, places, out, steps)
+        launch(target, places, out, *asked)
         return json.loads(Path(out).read_text())  # type: ignore[no-any-return]
 
 
@@ -363,6 +364,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--places", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--block", type=float, default=BLOCK, help="seconds that a layer of the batch sleeps forward")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--trace", default="")
     parser.add_argument("--keep", action="store_true")
@@ -370,7 +372,7 @@ def main() -> None:
     lines: list[str] = []
     busy = os.getloadavg()[0]
     for places in asked.places:
-        rows = rows_of(sleeping, places, asked.steps)
+        rows = rows_of(sleeping, places, asked.steps, asked.block)
         busy = max(busy, os.getloadavg()[0])
         lines += [*table(f"{places} stages that sleep", rows), *beside(rows), ""]
         told(lines, busy, asked.keep)
