@@ -32,6 +32,17 @@ def partial_over_its_sum() -> Setup:
     return after(lambda s, r, x: r / (r.sum(-1, keepdim=True).abs() + 2))
 
 
+@case("tp2 tp3", training=False)
+def partial_over_nothing() -> Setup:
+    """Infinite, with the sign of the sum; of its parts' signs it would be nan."""
+
+    def end(s: Net, r: Tensor, x: Tensor) -> Tensor:
+        none = (x * 0).abs()
+        return torch.stack([(r / 0.0).sign(), (r * torch.inf).sign(), (r / none).sign(), (r * none.rsqrt()).sign()])
+
+    return after(end)
+
+
 @case("tp2 tp3")
 def partial_minus_its_mean() -> Setup:
     return after(lambda s, r, x: (r - r.mean(-1, keepdim=True)) * 3 - r.mean())

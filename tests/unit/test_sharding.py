@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from plait.rules.describe import describe
 from plait.runtime.executor import layouts
 from tests.cases.blocks import Net, linear, weight
 from tests.gloo import prove
+
+aten = torch.ops.aten
 
 
 class Chain(nn.Module):
@@ -161,3 +164,24 @@ def test_values_of_eight_bits_are_moved_and_never_summed(training: bool) -> None
     (cast,) = (c for c in problem.choices.values() if c.dtypes == (torch.float8_e4m3fn,))
     kinds = {layout.kind for s in cast.strategies for layout in s.results}
     assert kinds == {"whole", "shard"}
+
+
+@pytest.mark.parametrize(
+    ("end", "carried"),
+    [
+        (lambda y, x: y / 3, True),
+        (lambda y, x: y * torch.arange(6.0), True),
+        (lambda y, x: y / torch.arange(1.0, 7.0), True),
+        (lambda y, x: y * x, True),
+        (lambda y, x: y / 0.0, False),
+        (lambda y, x: y * torch.inf, False),
+        (lambda y, x: y / torch.arange(6.0), False),
+        (lambda y, x: y / x, False),
+        (lambda y, x: y * x.rsqrt().sum(-1, keepdim=True).reciprocal()[:, :1].expand(2, 6), False),
+    ],
+)
+def test_parts_of_a_sum_are_scaled_by_what_is_finite(end: Callable[..., Tensor], carried: bool) -> None:
+    down = linear(6, 6, False)
+    p = problem(Net(lambda s, x: end(s.down(x), x), down=down), torch.randn(2, 6))
+    scaled = [c for c in p.choices.values() if c.node.target in (aten.mul.Tensor, aten.div.Tensor)]
+    assert any("carry(0)" in s.label for s in scaled[-1].strategies) == carried

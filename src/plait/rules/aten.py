@@ -18,7 +18,7 @@ from plait.rules.equation import Factor, product
 from plait.rules.facts import Pattern
 from plait.rules.lookups import assign, embedding, gather, index, index_put, index_select, scatter
 from plait.rules.own import SLOPED
-from plait.rules.rule import Binder, Elementwise, Equation, is_tensor, outputs
+from plait.rules.rule import Binder, Elementwise, Equation, Scaled, is_tensor, outputs
 from plait.rules.split import Split
 from plait.rules.windows import convolution, patches, unfold, windows
 
@@ -475,8 +475,9 @@ _LINES: tuple[tuple[str, Rule], ...] = (
     ("new_zeros.default new_ones.default new_full.default new_empty.default", new_factory),
     # elementwise, linear in some operand
     ("add.Tensor sub.Tensor", Elementwise("self+other")),
-    ("mul.Tensor",           Elementwise("self | other")),
-    ("div.Tensor mul.Scalar div.Scalar neg.default", Elementwise("self")),
+    ("mul.Tensor",           Scaled("self | other")),
+    ("div.Tensor mul.Scalar div.Scalar", Scaled("self")),
+    ("neg.default",          Elementwise("self")),
     ("where.self",           Elementwise("self+other")),
     ("complex.default",      Elementwise("real+imag")),
     ("_to_copy.default to.dtype type_as.default", Elementwise("self")),

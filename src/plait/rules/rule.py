@@ -10,7 +10,9 @@ partial sums together ("self+other | self").
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,6 +89,35 @@ class Elementwise:
         return self.text + (f"   partial {groups} passes" if groups else "")
 
 
+class Scaled(Elementwise):
+    """`self` times or divided by `other`. Parts of a sum may be scaled alike, but not by infinity: of parts whose
+    signs differ that makes nan."""
+
+    def __call__(self, d: Describer, node: fx.Node) -> Access:
+        access = super().__call__(d, node)
+        bound = bind(node)
+        names = [n for n, v in bound.items() if is_tensor(v)]
+        divides = node.target in _DIVISIONS
+        carries = []
+        for group in access.carries:
+            scales = [v for n, v in bound.items() if n not in [names[i] for i in group]]
+            if all(_finite(d, x, divides) for x in scales):
+                carries.append(group)
+        return replace(access, carries=tuple(carries))
+
+
+def _finite(d: Describer, by: Any, divides: bool) -> bool:
+    """What is computed may well be zero, and is taken as finite where it is no inverse."""
+    while isinstance(by, fx.Node) and by.target in _MOVES:
+        by = by.args[0]
+    if isinstance(by, fx.Node) and by.op == "get_attr":
+        value = d.constants[str(by.target)]
+        return bool(value.isfinite().all() and (not divides or value.all()))
+    if is_tensor(by):
+        return not divides and by.target not in _INVERSES
+    return not isinstance(by, (int, float)) or (math.isfinite(by) and not (divides and by == 0))
+
+
 class Binder:
     """Binds letters to factors; a conflict makes the letter whole and its result dim new."""
 
@@ -157,6 +188,10 @@ def outputs(node: fx.Node) -> int:
     return len(value) if isinstance(value, (tuple, list)) else 1
 
 
+aten = torch.ops.aten
+_DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
+_INVERSES = {aten.reciprocal.default, aten.rsqrt.default}
+_MOVES = {aten.unsqueeze.default, aten.expand.default, aten.view.default, aten._to_copy.default}
 _CASTS = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}
 
 
@@ -165,4 +200,4 @@ def _is_float_cast(node: fx.Node) -> bool:
     return bool(source.is_floating_point() and node.meta["val"].is_floating_point())
 
 
-__all__ = ["Binder", "Elementwise", "Equation", "is_tensor", "outputs", "spread"]
+__all__ = ["Binder", "Elementwise", "Equation", "Scaled", "is_tensor", "outputs", "spread"]
