@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -230,6 +231,22 @@ def packed(x: Tensor) -> Tensor:
     return rows.data
 
 
+def copied(x: Tensor) -> Tensor:
+    return copy.copy(x) * 2
+
+
+def copied_deeply(x: Tensor) -> Tensor:
+    return copy.deepcopy(x) * 2
+
+
+def sparse_product(x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.eye(2).to_sparse(), x)
+
+
+def sparse_value(x: Tensor) -> Tensor:
+    return x.to_sparse().sum() * x
+
+
 def listed(x: Tensor) -> Tensor:
     y: Tensor = x * torch.tensor([x.sum(), 1.0])[0]
     return y
@@ -253,6 +270,10 @@ def distributed(x: Tensor) -> Tensor:
     ("function", "words"),
     [
         (packed, r"`rows = nn\.utils\.rnn\.pack.*`: .* give the layer the padded rows"),
+        (copied, r"`return copy\.copy\(x\) \* 2`: .* write x itself or x\.detach"),
+        (copied_deeply, r"`return copy\.deepcopy\(x\) \* 2`: .* write x itself or x\.detach"),
+        (sparse_product, r"`: a sparse tensor is not supported: make it dense"),
+        (sparse_value, r"`: a sparse tensor is not supported: make it dense"),
         (listed, r"`y: Tensor = x \* torch\.tensor\(.*`: .* join them with torch\.stack"),
         (filled, r"torch\.full\(.*`: a Python number is wanted here"),
         (generated, r"randn.*: is given an object that a graph cannot keep .* torch\.manual_seed"),
@@ -286,14 +307,35 @@ def solved(x: Tensor) -> Tensor:
     return y.mT
 
 
-@pytest.mark.parametrize("function", [halves, solved])
+def spaced(x: Tensor) -> Tensor:
+    return x * torch.linspace(x.sum(), 3.0, 8, dtype=x.dtype) + torch.eye(8).to_sparse().sum().to_dense()  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize("function", [halves, solved, spaced])
 def test_what_has_an_operator_is_kept(function: object) -> None:
-    """`x.data` is detached; a solver that raises where a matrix is singular stays one operator, and raises."""
+    """`x.data` is detached; a solver that raises where a matrix is singular stays one operator, and raises. The ends
+    of a linspace are numbers in a call, without a gradient. What is sparse and constant is folded."""
     setup = Setup(Between(function), (torch.randn(3, 5),)).to(torch.float64)
     program = pretend.trace(setup, training=True)
     want = plain(setup)
     for got in pretend.run(pretend.divide(program, 2, pretend.Free(2)), setup, train=True):
         demand(discrepancies(got, want), about=str(function))
+
+
+class Renorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 3, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.rows(x)
+        return y
+
+
+def test_a_weight_that_forward_changes_is_named_with_the_line_and_what_to_write() -> None:
+    words = r"the parameter rows\.weight at .*`y: Tensor = self\.rows\(x\)`; .* for max_norm= scale what is looked up"
+    with pytest.raises(CaptureError, match=words):
+        capture(Renorms(), (torch.tensor([1, 2]),))
 
 
 class Converts(Between):
@@ -311,16 +353,3 @@ def test_a_module_converted_in_forward_is_refused_where_that_changes_it() -> Non
     capture(Converts(torch.float32), (torch.randn(2, 5),))
     with pytest.raises(CaptureError, match=r"forward converts down\.weight, down\.bias; convert the module before"):
         capture(Converts(torch.float64), (torch.randn(2, 5),))
-
-
-class Otherwise(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        if mask is None and not torch.compiler.is_compiling():
-            mask = torch.ones_like(x)
-        return x * mask[:, :1]  # type: ignore[index]
-
-
-def test_what_a_model_wants_only_while_it_is_compiled_is_named() -> None:
-    with pytest.raises(CaptureError, match=r"goes another way .*: pass mask$"):
-        capture(Otherwise(), (torch.randn(2, 5),))
-    capture(Otherwise(), (torch.randn(2, 5), torch.ones(2, 5)))

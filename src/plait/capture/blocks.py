@@ -43,7 +43,8 @@ from plait.capture.preserve import (
     to_meta,
 )
 from plait.capture.python import spoken
-from plait.capture.refuse import missed, refuse_outputs
+from plait.capture.questions import Questions
+from plait.capture.refuse import refuse_outputs
 from plait.capture.trial import Kind, Trial, own_tensors
 from plait.passes.symbolic import symbols
 
@@ -75,18 +76,21 @@ class Proof:
     ranges: Mapping[str, Range] = field(default_factory=dict)  # of the dynamic sizes
     places: Mapping[str, str] = field(default_factory=dict)  # a line that asks about each of them
     changed: tuple[str, ...] = ()  # attributes that forward sets
-    missed: str = ""  # the trial failed, and so will the export, for want of these arguments
 
 
-def prove(model: nn.Module, call: Call, training: bool, *, blocks: bool = True) -> Proof:
+def prove(
+    model: nn.Module, call: Call, training: bool, questions: Questions, *, blocks: bool = True
+) -> Proof:
     """Run the trial; raises a CaptureError for what an export would forget."""
     hooks = Hooks()
-    proof = _tried(model, call, training, _kinds(model) if blocks else [], hooks)
+    proof = _tried(model, call, training, questions, _kinds(model) if blocks else [], hooks)
     hooks.refuse()
     return proof
 
 
-def _tried(model: nn.Module, call: Call, training: bool, kinds: list[Kind], hooks: Hooks) -> Proof:
+def _tried(
+    model: nn.Module, call: Call, training: bool, questions: Questions, kinds: list[Kind], hooks: Hooks
+) -> Proof:
     forgotten = Forgotten(training)
     trial = Trial(kinds, forgotten)
     forwards = {
@@ -111,6 +115,7 @@ def _tried(model: nn.Module, call: Call, training: bool, kinds: list[Kind], hook
                 _exporting(),
                 forgotten.watching(),
                 traced(training),
+                questions.answered(),
                 trial,
                 spoken(model, training) as names,
                 symbols() if asked else contextlib.nullcontext(),
@@ -119,8 +124,9 @@ def _tried(model: nn.Module, call: Call, training: bool, kinds: list[Kind], hook
         except Exception as error:  # whatever the user's code raises: the export raises it again
             failed = error
         if failed is not None:
-            with preserved(model), mode, traced(training), spoken(model, training):
-                return Proof(missed=missed(failed, model, lambda: model(*args, **kwargs)))
+            if questions.open:
+                raise failed
+            return Proof(ranges=call.ranges)
         refuse_outputs(outputs)
         forgotten.backward_of(pytree.tree_leaves(outputs))
         trial.meet(None, outputs)

@@ -1,7 +1,8 @@
 """Operands of dtypes that an operator does not take: torch would say so only when it runs.
 
 A graph is traced without values, and several operators look at dtypes in their kernels alone. The
-same call of the plain model raises at once, so a compile of it does.
+same call of the plain model raises at once, so a compile of it does. And operands that are sparse, which
+no rank can take a part of.
 """
 
 from __future__ import annotations
@@ -30,6 +31,22 @@ def refuse_dtypes(program: Program) -> None:
             wrong.append(f"{traced_place(node)}: {node.target.overloadpacket.__name__} of {named}")
     if wrong:
         raise CaptureError(f"operands of dtypes that do not go together: {'; '.join(wrong)}")
+
+
+def refuse_layouts(program: Program) -> None:
+    """CaptureError: sparse tensors beside a value that differs from call to call; others are folded."""
+    varies: set[fx.Node] = set()
+    wrong: dict[str, None] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" or not varies.isdisjoint(node.all_input_nodes):
+            varies.add(node)
+            met = [x.meta.get("val") for x in (node, *node.all_input_nodes) if node.op == "call_function"]
+            wrong |= {traced_place(node): None for x in met if isinstance(x, Tensor) and x.layout is not torch.strided}
+    if wrong:
+        raise CaptureError(
+            f"{'; '.join(wrong)}: a sparse tensor is not supported: make it dense before (x.to_dense()), or sum the "
+            "rows that it picks (x.index_select, torch.index_add)"
+        )
 
 
 def _is_tensor(x: object) -> bool:

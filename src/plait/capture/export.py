@@ -18,8 +18,10 @@ from plait.capture.functions import traced, write_out
 from plait.capture.names import identity, renamed
 from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
 from plait.capture.python import spoken
+from plait.capture.questions import Questions
 from plait.capture.refuse import explained, refuse_fixed, refuse_model
 from plait.capture.written import decompositions, prepare
+from plait.errors import CaptureError
 from plait.passes.symbolic import minima
 
 
@@ -36,32 +38,46 @@ class Export:
 def export(model: torch.nn.Module, call: Call, training: bool, *, blocks: bool = True) -> Export:
     """`blocks`: export only one of several equal blocks."""
     refuse_model(model, training)
+    questions = Questions()
     with torch.inference_mode(False), torch.set_grad_enabled(training):
-        with explained():
-            proof = prove(model, call, training, blocks=blocks)
-            if alone := call.outside(proof.ranges):  # the program is of this size, and others have their own
-                call = call.fixed(alone)
-                proof = prove(model, call, training, blocks=blocks)
-        refuse_fixed(proof.ranges, proof.places)
-        call = call.with_ranges(proof.ranges)
-        sets = tuple(c for c in proof.changed if c.split(".")[-1] not in ("_buffers", "_parameters"))
-        notes: tuple[str, ...] = ()
-        if sets:
-            notes = (f"forward sets {', '.join(sets)}, which a compiled model does not",)
-        with explained(proof.places, proof.missed), minima() if any(call.dims) else nullcontext():
-            if proof.groups:
-                try:
-                    return replace(_export(model, call, training, proof, notes), sets=sets)
-                except Exception as error:  # the full export works, or has the better message
-                    notes += (f"every block was exported by itself: {error}",)
-            return replace(_export(model, call, training, Proof(), notes), sets=sets)
+        while True:
+            try:
+                return _tried(model, call, training, questions, blocks)
+            except CaptureError as error:
+                if not questions.give_in(error):
+                    last = questions.error or error
+                    raise last from last.__cause__
+
+
+def _tried(model: torch.nn.Module, call: Call, training: bool, questions: Questions, blocks: bool) -> Export:
+    with explained():
+        proof = prove(model, call, training, questions, blocks=blocks)
+        if alone := call.outside(proof.ranges):  # the program is of this size, and others have their own
+            call = call.fixed(alone)
+            proof = prove(model, call, training, questions, blocks=blocks)
+    refuse_fixed(proof.ranges, proof.places)
+    call = call.with_ranges(proof.ranges)
+    sets = tuple(c for c in proof.changed if c.split(".")[-1] not in ("_buffers", "_parameters"))
+    notes = questions.notes()
+    if sets:
+        notes += (f"forward sets {', '.join(sets)}, which a compiled model does not",)
+    with explained(proof.places), minima() if any(call.dims) else nullcontext():
+        if proof.groups:
+            try:
+                return replace(_export(model, call, training, questions, proof, notes), sets=sets)
+            except Exception as error:  # the full export works, or has the better message
+                notes += (f"every block was exported by itself: {error}",)
+        return replace(_export(model, call, training, questions, Proof(), notes), sets=sets)
 
 
 def _export(
-    model: torch.nn.Module, call: Call, training: bool, proof: Proof, notes: tuple[str, ...]
+    model: torch.nn.Module, call: Call, training: bool, questions: Questions, proof: Proof, notes: tuple[str, ...]
 ) -> Export:
     args, kwargs = call.example(model)
-    with preserved(model), opaque(model, proof) as blocks, traced(training), spoken(model, training):
+    with (
+        preserved(model), opaque(model, proof) as blocks, traced(training), spoken(model, training),
+        questions.answered(),
+    ):  # fmt: skip
         if on_meta(model):
             swap_tensors(model, to_meta)
         exported = torch.export.export(

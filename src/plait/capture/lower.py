@@ -17,7 +17,7 @@ from plait.capture.blocks import Blocks
 from plait.capture.call import Call
 from plait.capture.export import Export
 from plait.capture.names import identity
-from plait.capture.refuse import OBJECT, SIZED_BY_VALUES, traced_place
+from plait.capture.refuse import OBJECT, SIZED_BY_VALUES, WITHIN, traced_place
 from plait.capture.splice import Splice
 from plait.errors import CaptureError
 from plait.program import Mutation, Output, Program, Size, Weight, WeightKind
@@ -234,16 +234,13 @@ def _results(
 
 
 def _refuse_other_changes(exported: ExportedProgram) -> None:
-    found = [
-        f"{FORBIDDEN[s.kind]} {s.target}"
-        for s in exported.graph_signature.output_specs
-        if s.kind in FORBIDDEN
-    ]
-    if found:
-        raise CaptureError(
-            f"forward changes in place: {', '.join(found)}; only buffers may change: "
-            "write x = x + 1 for x += 1, or x.clone() first"
-        )
+    values = exported.graph.output_node().args[0]
+    pairs = zip(exported.graph_signature.output_specs, values, strict=True)  # type: ignore[arg-type]
+    changed = [(s, value) for s, value in pairs if s.kind in FORBIDDEN]
+    if changed:
+        found = ", ".join(f"{FORBIDDEN[s.kind]} {s.target} at {traced_place(value)}" for s, value in changed)
+        advice = {INSTEAD.get(value.target, "write x = x + 1 for x += 1, or x.clone() first") for _, value in changed}
+        raise CaptureError(f"forward changes in place: {found}; only buffers may change: {', '.join(sorted(advice))}")
 
 
 def _refuse_regions(graph: fx.Graph) -> None:
@@ -257,10 +254,7 @@ def _refuse_regions(graph: fx.Graph) -> None:
         )
     if regions:
         found = ", ".join(f"{n.target} at {traced_place(n)}" for n in regions)
-        raise CaptureError(
-            f"{found}: a graph within the graph is not supported; compute both cases and choose "
-            "with torch.where, or write a loop of fixed length"
-        )
+        raise CaptureError(f"{found}: {WITHIN}")
 
 
 def _refuse_objects(exported: ExportedProgram) -> None:
@@ -299,6 +293,10 @@ def _sizes(call: Call, inputs: dict[int, fx.Node]) -> tuple[Size, ...]:
     return tuple(Size(name, frozenset(symbols[name]), low or 0, high) for name, low, high in ranges)
 
 
+INSTEAD = {
+    torch.ops.aten.embedding_renorm.default: "for max_norm= scale what is looked up, "
+    "y * (max_norm / y.norm(dim=-1, keepdim=True)).clamp(max=1)"
+}
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 FORBIDDEN = {
     OutputKind.USER_INPUT_MUTATION: "the argument",

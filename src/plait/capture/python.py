@@ -3,7 +3,8 @@
     x.data                             x.detach(), which has the same memory
     module.to(dtype)                   nothing, where nothing changes; else refused with the names
     x.data = y, x.register_hook(f),    refused by the line: a graph keeps none of them
-    torch.func.grad(f), packed rows
+    torch.func.grad(f), packed rows,
+    copy.copy(x), copy.deepcopy(x)
 
 Attributes of torch's classes stand in for these while the model runs, and for nobody but its own lines.
 What it keeps meanwhile in caches of its files (functools.cache, dicts) has no values, and is dropped after.
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from plait.capture.refuse import is_user_file, user_place
+from plait.capture.refuse import is_standard_file, is_user_file, user_place
 from plait.errors import CaptureError
 
 _MISSING = object()
@@ -42,6 +43,8 @@ def spoken(model: nn.Module, training: bool) -> Iterator[list[str]]:
         (nn.Module, "_apply", _converter(model)),
         (eager_transforms, "grad_increment_nesting", _inner_gradient),
         (PackedSequence, "__new__", _packed),
+        (Tensor, "__reduce_ex__", _copier(Tensor.__reduce_ex__)),
+        (Tensor, "__deepcopy__", _copier(Tensor.__deepcopy__)),
     ]
     if training:
         stand_ins.append((Tensor, "register_hook", _hook))
@@ -100,6 +103,21 @@ def _packed(*args: Any, **kwargs: Any) -> Any:
         "which is not supported: give the layer the padded rows, and choose by the lengths from what it gives "
         "(torch.gather, or torch.where over the steps)"
     )
+
+
+def _copier(original: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], Any]:
+    def copied(x: Tensor, how: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and is_standard_file(frame.f_code.co_filename):  # copy, pickle
+            frame = frame.f_back
+        if type(x) not in _OF_A_TRACE or not is_user_file(frame.f_code.co_filename):
+            return original(x, how)
+        raise CaptureError(
+            f"{user_place()}: no graph copies a tensor as Python does: write x itself or x.detach() for copy.copy(x), "
+            "x.detach().clone() for copy.deepcopy(x)"
+        )
+
+    return copied
 
 
 def _converter(model: nn.Module) -> Callable[..., nn.Module]:

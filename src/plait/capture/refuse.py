@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import io
 import linecache
 import logging
@@ -14,8 +13,8 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -181,10 +180,10 @@ def refuse_fixed(ranges: Mapping[str, tuple[Any, Any]], places: Mapping[str, str
 
 
 @contextlib.contextmanager
-def explained(places: Mapping[str, str] | None = None, missed: str = "") -> Iterator[None]:
+def explained(places: Mapping[str, str] | None = None) -> Iterator[None]:
     """What torch raises becomes a CaptureError with the user's line; what it logs is kept quiet.
 
-    `places`: the lines that ask about each dynamic size. `missed`: see there.
+    `places`: the lines that ask about each dynamic size.
     """
     with _quiet():
         try:
@@ -192,7 +191,7 @@ def explained(places: Mapping[str, str] | None = None, missed: str = "") -> Iter
         except PlaitError:
             raise
         except Exception as error:
-            raise CaptureError(_explain(error, places or {}) + missed) from error
+            raise CaptureError(_explain(error, places or {})) from error
 
 
 @contextlib.contextmanager
@@ -223,6 +222,8 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
             "experts in a loop: run every one, and weigh what they give; of torch.distributions: pass "
             "validate_args=False)"
         )
+    if type(error).__name__ in ("Unsupported", "UncapturedHigherOrderOpError"):  # torch traces its functions apart
+        return f"{place}{WITHIN}"
     if "Constraints violated" in text:
         return _constraints(text, places)
     if "expected compiled_fn to be GraphModule" in text:
@@ -257,6 +258,11 @@ SIZED_BY_VALUES = (
     "mask what does not count (torch.where), or pass it as a Python number"
 )
 
+WITHIN = (
+    "a graph within the graph is not supported; compute both cases and choose with torch.where, or write a loop of "
+    "fixed length"
+)
+
 OVERLAPPING = (
     "two buffers share a part of their memory, and forward changes one of them: make them one buffer, and slice it "
     "where it is read"
@@ -279,24 +285,6 @@ def told(error: BaseException) -> str:
     lines = [line.replace("FakeTensor", "Tensor") for line in str(error).splitlines() if line.strip()]
     place = user_line(error) or _module_line(error)
     return f"{place}{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def missed(error: Exception, model: nn.Module, plainly: Callable[[], Any]) -> str:
-    """What to pass to a model that goes another way while it is compiled, and fails there alone."""
-    try:
-        plainly()
-    except Exception as other:
-        if user_line(other) == user_line(error):
-            return ""
-    left = [n for n, p in inspect.signature(model.forward).parameters.items() if p.default is None]
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        code = linecache.getline(frame.f_code.co_filename, line)
-        none = [n for n in left if n in frame.f_locals and frame.f_locals[n] is None]
-        names = [n for n in none if re.search(rf"\b{n}\b", code)] or none
-        if names:
-            wanted = ", ".join(names)
-            return f". Called plainly the model goes another way (torch.compiler.is_compiling()): pass {wanted}"
-    return ""
 
 
 def _module_line(error: BaseException) -> str:
@@ -337,15 +325,21 @@ LIMIT = re.compile(r"Not all values of (\w+) = (\S+) in .* satisfy the generated
 
 def user_line(error: BaseException) -> str:
     """"file:line: `code`: " of the innermost frame that is neither torch's nor ours."""
+    frames = user_frames(error)
+    return spell(frames[-1][0].co_filename, frames[-1][1]) if frames else ""
+
+
+def user_frames(error: BaseException) -> list[tuple[CodeType, int]]:
+    """The frames that are neither torch's nor ours, outermost first, with their lines."""
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     for link in reversed(chain):
-        for frame, line in reversed(list(traceback.walk_tb(link.__traceback__))):
-            if is_user_file(frame.f_code.co_filename):
-                return spell(frame.f_code.co_filename, line)
-    return ""
+        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(link.__traceback__)]
+        if found := [(code, line) for code, line in frames if is_user_file(code.co_filename)]:
+            return found
+    return []
 
 
 def user_place() -> str:
@@ -378,8 +372,11 @@ def traced_place(node: fx.Node) -> str:
 
 
 def is_user_file(name: str) -> bool:
-    standard = name.startswith(STANDARD) and "site-packages" not in name
-    return not standard and not name.startswith((*OURS, "<frozen", "<string>")) and "<eval" not in name
+    return not is_standard_file(name) and not name.startswith((*OURS, "<frozen", "<string>")) and "<eval" not in name
+
+
+def is_standard_file(name: str) -> bool:
+    return name.startswith(STANDARD) and "site-packages" not in name
 
 
 def spell(name: str, line: int) -> str:

@@ -11,7 +11,7 @@ from plait.capture import square
 from plait.capture.call import Call
 from plait.capture.clean import clean
 from plait.capture.dropout import write_out_attention_dropout
-from plait.capture.dtypes import refuse_dtypes
+from plait.capture.dtypes import refuse_dtypes, refuse_layouts
 from plait.capture.masks import recognise_masks
 from plait.passes.fold import fold
 from plait.program import Program
@@ -39,6 +39,7 @@ def capture(
     clean(exported.program.graph, training)
     program, values = lower(model, exported, call, training)
     refuse_dtypes(program)
+    refuse_layouts(program)
     program = recognise_masks(fold(program, values))
     square.cut(program)
     return write_out_attention_dropout(program) if training else program

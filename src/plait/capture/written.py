@@ -11,6 +11,7 @@
     a region under no_grad            its operators, then detach (training only)
     detached, then changed in place   a clone of it                       detached.py
     sparse gradients                  dense ones
+    linspace between tensors          between their values: in a call it gives them no gradient
 
 `prepare` rewrites the graph as exported, before the functional form is made from it: the new nodes
 need no values of their own. `decompositions` is for `run_decompositions`.
@@ -32,6 +33,10 @@ from plait.rules.aten import table
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
+SPACED = {
+    getattr(op, ends) for op in (aten.linspace, aten.logspace)
+    for ends in ("Tensor_Scalar", "Scalar_Tensor", "Tensor_Tensor")
+}  # fmt: skip
 
 
 def prepare(module: fx.GraphModule, training: bool) -> None:
@@ -46,6 +51,8 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
                 _count_labels(graph_module.graph, node)
             elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and training:
                 _no_grad_region(graph_module, node)
+            elif node.target in SPACED and training:
+                _of_numbers(graph_module.graph, node)
             _dense(node)
         if training:
             keep_apart(graph_module)
@@ -138,11 +145,15 @@ def _dense(node: fx.Node) -> None:
     if isinstance(node.target, torch._ops.OpOverload):
         call = arguments(node)
         for i, argument in enumerate(node.target._schema.arguments):
-            if argument.name in ("sparse", "sparse_grad") and call[argument.name]:
+            if argument.name in ("sparse", "sparse_grad") and call[argument.name] is True:
                 if i < len(node.args):
                     node.update_arg(i, False)
                 else:
                     node.update_kwarg(argument.name, False)
+
+
+def _of_numbers(graph: fx.Graph, node: fx.Node) -> None:
+    node.args = fx.node.map_arg(node.args, lambda x: _call(graph, node, aten.detach.default, x))
 
 
 # -- attention ---------------------------------------------------------------------------------------

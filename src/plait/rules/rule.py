@@ -107,7 +107,10 @@ class Scaled(Elementwise):
 
 
 def _finite(d: Describer, by: Any, divides: bool) -> bool:
-    """What is computed may well be zero, and is taken as finite where it is no inverse."""
+    """What is computed may well be zero, and is taken as finite where it is no inverse. One number is no zero: it is
+    the count of a mean, and where nothing counts, every part of the sum is zero too."""
+    if is_tensor(by) and by.op != "get_attr" and all(size == 1 for size in d.sizes(by)):
+        return True
     while isinstance(by, fx.Node) and by.target in _MOVES:
         by = by.args[0]
     if isinstance(by, fx.Node) and by.op == "get_attr":
