@@ -131,6 +131,7 @@ MODELS: dict[str, Make] = {
     "resnet": _of("resnet", "ResNetForImageClassification", _image(32), embedding_size=10, hidden_sizes=[12, 20, 28, 36], depths=[1, 1, 1, 1], num_labels=7),
     # a square root whose backward the model writes itself
     "recurrent_gemma": decoder("recurrent_gemma", head_dim=6, lru_width=30, attention_window_size=5, **(GQA | {"num_key_value_heads": 1})),
+    "longformer": _of("longformer", "LongformerModel", _text, attention_window=4, **ENCODER),
 }  # fmt: skip
 NAMES = tuple(MODELS)
 
@@ -141,12 +142,10 @@ REFUSED_MODELS: dict[str, Make] = {
         attn_config={"kv_n_heads": 3, "rope_theta": 1e4, "clip_qkv": 8.0},
         ffn_config={"ffn_hidden_size": 28, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 24},
     ),
-    "longformer": _of("longformer", "LongformerModel", _text, attention_window=4, **ENCODER),
     "rwkv": decoder("rwkv", hidden_size=12, attention_hidden_size=12, intermediate_size=20, context_length=64),
 }  # fmt: skip
 REFUSED = {
     "olmoe": "for expert_idx in expert_hit:`: what runs depends on the value",
     "dbrx": "for expert_idx in expert_hit:`: what runs depends on the value",
-    "longformer": "if is_global_attn:`: what runs depends on the value",
     "rwkv": "changes in place: the parameter rwkv.blocks.0.attention.output.weight",
 }

@@ -365,3 +365,19 @@ def transforms_between_splits() -> Setup:
     parts = dict(up=linear(8, 12), down=linear(12, 9, False), gain=weight(3, 9), shift=weight(3, 9))
     more = dict(up2=linear(8, 6), out=weight(6, 9), down2=linear(9, 7))
     return Setup(Net(run, **parts, **more), (torch.randn(4, 5, 8),))
+
+
+@case("tp2 tp3 pp2/2")
+def windows_by_strides() -> Setup:
+    """Windows that overlap, read by strides of heads that lie transposed in memory; the last by an offset too."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        heads = s.up(x).unflatten(-1, (6, 2)).transpose(1, 2).flatten(0, 1).transpose(1, 2)
+        n, w, t = heads.shape
+        a, b, c = heads.stride()
+        windows = heads.as_strided((n, t // 2 - 1, w, 4), (a, 2 * c, b, c)).sum(-1)
+        last = heads.as_strided((n, w), (a, b), heads.storage_offset() + (t - 1) * c)
+        y = torch.cat([windows, last[:, None]], 1).unflatten(0, (-1, 6)).transpose(1, 2).flatten(-2)
+        return s.down(y.relu())
+
+    return Setup(Net(run, up=linear(8, 12), down=linear(12, 8)), (torch.randn(4, 8, 8),))

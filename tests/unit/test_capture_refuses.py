@@ -266,6 +266,10 @@ def distributed(x: Tensor) -> Tensor:
     return y
 
 
+def beside(x: Tensor) -> Tensor:
+    return x[:1].as_strided(x.shape, (0, 1), 2)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -283,6 +287,7 @@ def distributed(x: Tensor) -> Tensor:
         (inner_gradient, r"`y: Tensor = torch\.func\.grad.*`: .* torch\.autograd\.grad is"),
         (spelled, r"`return x \* len\(.*`: .* a Python number"),
         (addressed, r"`return x if x\.data_ptr.*`: the tensor leaves torch here"),
+        (beside, r"as_strided.* at .*: it goes by addresses"),
         pytest.param(
             checked, r"_linalg_check_errors.* \(inv_ex for inv\)",
             marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="this torch drops the check from its graphs"),

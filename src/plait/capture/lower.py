@@ -32,6 +32,7 @@ def lower(
     _refuse_regions(exported.graph)
     _refuse_objects(exported)
     _refuse_sizes_of_values(exported.graph)
+    _refuse_addresses(exported.graph)
     weights = _Weights(model, exported, export.blocks)
     graph = fx.Graph()
     weights.write(graph)
@@ -266,6 +267,16 @@ def _refuse_objects(exported: ExportedProgram) -> None:
         raise CaptureError(f"{found}: {OBJECT}")
 
 
+def _refuse_addresses(graph: fx.Graph) -> None:
+    """What reads or writes memory by where it lies: a rank's part lies otherwise (see written.as_strided)."""
+    found = [f"{n.target} at {traced_place(n)}" for n in graph.nodes if n.target in BY_ADDRESS]
+    if found:
+        raise CaptureError(
+            f"{', '.join(found)}: it goes by addresses, at sizes that may change or beside the tensor's own "
+            "elements, and ranks hold parts that lie otherwise: use unfold, slices or an index"
+        )
+
+
 def _refuse_sizes_of_values(graph: fx.Graph) -> None:
     """Sizes that are known once a tensor's values are: no split, price or schedule can hold them."""
     known: set[Any] = set()
@@ -298,6 +309,7 @@ INSTEAD = {
     "y * (max_norm / y.norm(dim=-1, keepdim=True)).clamp(max=1)"
 }
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+BY_ADDRESS = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 FORBIDDEN = {
     OutputKind.USER_INPUT_MUTATION: "the argument",
     OutputKind.PARAMETER_MUTATION: "the parameter",

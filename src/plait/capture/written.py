@@ -8,6 +8,7 @@
     what torch composes of others     these, where there is no equation for the whole
     x[mask] = one value               where(mask, value, x)
     squeeze                           of the dims that go: a rank's part of another may be of size 1
+    as_strided                        elements by their places: a rank's value may lie otherwise in memory
     a region under no_grad            its operators, then detach (training only)
     detached, then changed in place   a clone of it                       detached.py
     sparse gradients                  dense ones
@@ -65,6 +66,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         **get_decompositions(MOVES),
         aten.rms_norm.default: rms_norm,
         aten.index_put.default: masked_put,
+        aten.as_strided.default: as_strided,
         aten.squeeze.default: squeeze,
         aten.squeeze.dim: squeeze,
         aten.squeeze.dims: squeeze,
@@ -130,6 +132,23 @@ def masked_put(
     inner = x.dim() - at - masks[0].dim()
     mask = masks[0].reshape(*masks[0].shape, *[1] * inner) if inner else masks[0]
     return torch.where(mask, value.reshape(()), x)
+
+
+def as_strided(
+    x: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """What it reads of `x` itself, wherever a rank has that; what lies beside it in memory is refused (lower.py)."""
+    first = 0 if storage_offset is None else storage_offset - x.storage_offset()
+    numbers = [*x.shape, *x.stride(), *size, *stride, first]
+    order = sorted(range(x.dim()), key=lambda d: (x.stride(d), x.shape[d]), reverse=True)
+    if not all(type(n) is int for n in numbers) or 0 in size or not x.permute(order).is_contiguous():
+        return NotImplemented  # type: ignore[no-any-return]
+    if first < 0 or first + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) >= x.numel():
+        return NotImplemented  # type: ignore[no-any-return]
+    places = torch.full((), int(first), dtype=torch.int64, device=x.device)
+    for n, step in zip(size, stride, strict=True):
+        places = places[..., None] + step * torch.arange(n, device=x.device)
+    return x.permute(order).reshape(-1)[places.reshape(-1)].reshape(size)
 
 
 def squeeze(x: torch.Tensor, dim: int | list[int] | None = None) -> torch.Tensor:

@@ -334,8 +334,9 @@ def release(group: dist.ProcessGroup) -> None:
     on them raises ("Application timeout caused pair closure"); `abort` does nothing there.
     Other backends: `abort`.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if size == 1:
+    try:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+    except ValueError:  # it is destroyed already
         return
     for step in range(1, size):  # it cannot be posted on a pair that is closed, so try every peer
         with contextlib.suppress(Exception):  # the time-out, or no CPU backend, or closed already
