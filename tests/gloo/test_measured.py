@@ -322,7 +322,7 @@ def in_stages(group: Any, says: Sequence[float], mesh: dict[str, int], training:
     [
         ({"tp": 2, "pp": 2, "micro_batches": 2}, True, 0),
         pytest.param({"tp": 2, "pp": 2, "micro_batches": 2}, False, 1, marks=pytest.mark.full),
-        ({"tp": 2, "dp": 2}, True, 2),
+        pytest.param({"tp": 2, "dp": 2}, True, 2, marks=pytest.mark.full),
     ],
     ids=str,
 )
