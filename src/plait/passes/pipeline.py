@@ -70,6 +70,11 @@ class Borders:
         return out
 
 
+def numbered(stages: Sequence[Stage]) -> dict[Wire, int]:
+    """The number by which both ends of a message name its wire."""
+    return {wire: i for i, wire in enumerate(wire for stage in stages for wire in stage.sends)}
+
+
 def stage_of(local: Local, borders: Borders, program: fx.Graph) -> dict[fx.Node, int]:
     """The stage of every call in the local graph, but for light ones, numbers and moves of weights: they
     have none.

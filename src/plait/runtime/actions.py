@@ -154,7 +154,7 @@ class Run:
         """The receives of an action. What comes from one place is received in the order in which it sends."""
         out = {}
         for wire in self._incoming(action):
-            place = self.stages.place(wire.source if action.kind == "F" else wire.target)
+            place = self.stages.place(_sender(wire, action).stage)
             if place == self.stages.channel.place:
                 out[wire] = self._expect(wire, action, place)
                 continue
@@ -165,9 +165,8 @@ class Run:
         return out
 
     def _expect(self, wire: Wire, reader: Action, place: int) -> Incoming:
-        k = reader.piece
-        tag = _tag(reader.kind, self.stages.pieces[k], wire, k)
-        return self.stages.channel.expect(self.specs[k][wire.value], place, tag, self.stages.device)
+        spec = self.specs[reader.piece][wire.value]
+        return self.stages.channel.expect(spec, place, self._tag(wire, reader), self.stages.device)
 
     def _incoming(self, action: Action) -> Sequence[Wire]:
         stage = self.stages.pieces[action.piece].stages[action.stage]
@@ -182,8 +181,7 @@ class Run:
     def _do(self, action: Action, posted: Mapping[Wire, Incoming]) -> None:
         came = {wire: incoming.wait() for wire, incoming in posted.items()}
         for wire in came:
-            other = wire.source if action.kind == "F" else wire.target
-            self._settle(Action(other, action.kind, action.piece))
+            self._settle(_sender(wire, action))
         before = self.stages.transport.open
         match action.kind:
             case "F":
@@ -201,10 +199,12 @@ class Run:
         self.stages.channel.settle(self.stages.place(sender.stage), self._at[sender])
 
     def _send(self, x: Tensor, wire: Wire, reader: Action) -> None:
-        piece = self.stages.pieces[reader.piece]
-        tag = _tag(reader.kind, piece, wire, reader.piece)
         x = self.specs[reader.piece][wire.value].packed(x)
-        self.stages.channel.send(x, self.stages.place(reader.stage), tag, self._at[reader])
+        self.stages.channel.send(x, self.stages.place(reader.stage), self._tag(wire, reader), self._at[reader])
+
+    def _tag(self, wire: Wire, reader: Action) -> int:
+        what = channel.VALUE if reader.kind == "F" else channel.GRADIENT
+        return Channel.tag(what, self.stages.pieces[reader.piece].numbers[wire], reader.piece)
 
     # -- forward -------------------------------------------------------------------------------------
 
@@ -309,6 +309,6 @@ def _leaf(x: Tensor, grad: bool) -> Tensor:
     return x.detach().requires_grad_(grad)
 
 
-def _tag(kind: str, piece: Piece, wire: Wire, k: int) -> int:
-    what = channel.VALUE if kind == "F" else channel.GRADIENT
-    return Channel.tag(what, piece.numbers[wire], k)
+def _sender(wire: Wire, reader: Action) -> Action:
+    """The action whose message `reader` receives: of the stage at the other end."""
+    return Action(wire.source if reader.kind == "F" else wire.target, reader.kind, reader.piece)

@@ -54,6 +54,10 @@ class Ways:
     def apart(self) -> bool:
         return self.up is not self.down
 
+    def between(self, source: int, target: int) -> dist.ProcessGroup | None:
+        """For messages from place to place."""
+        return self.up if target > source else self.down
+
 
 class Channel:
     """One rank's end. `line`: its own rank and those it sends to, by place; stage s runs at s % pp."""
@@ -84,7 +88,7 @@ class Channel:
             self._mine[tag].append(x)
         elif x.numel():
             x = x.cpu() if self.ways.host else x
-            way = self.ways.up if place > self.place else self.ways.down
+            way = self.ways.between(self.place, place)
             handle = dist.isend(x, group=way, group_dst=self.line[place], tag=tag)
             self._sent[place].append(_Sent(handle, x, reader))
             self.most = max(self.most, sum(map(len, self._sent.values())))
@@ -97,7 +101,7 @@ class Channel:
         x = torch.empty([spec.shape[i] for i in spec.order] or spec.shape, dtype=spec.dtype, device=where)
         plain, handle = _plain(x), None
         if plain.numel():
-            way = self.ways.up if place < self.place else self.ways.down
+            way = self.ways.between(place, self.place)
             handle = dist.irecv(plain, group=way, group_src=self.line[place], tag=tag)
         return Incoming(self, spec, tag, device, plain, handle)
 

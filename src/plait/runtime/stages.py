@@ -18,7 +18,7 @@ from plait.passes import late
 from plait.passes.microbatch import WHOLE_COPY
 from plait.passes.overlap.check import closed
 from plait.passes.partition import SEED, Local
-from plait.passes.pipeline import Stage, Wire, split, stage_of
+from plait.passes.pipeline import Stage, Wire, numbered, split, stage_of
 from plait.passes.schedule import Schedule
 from plait.passes.trace import Reach, Spec, reach, trace
 from plait.plan.planner import Planned
@@ -245,9 +245,7 @@ def _piece(
                 else fx.GraphModule(root | owing, stage.graph)
             )
     placed = {n.name: s for n, s in stage_of(local, staged.borders, program).items()}
-    wires = [wire for stage in cut for wire in stage.sends]
-    numbers = {wire: i for i, wire in enumerate(wires)}
-    return Piece(local, cut, placed, modules, _feeds(pieces, planned.program), numbers)
+    return Piece(local, cut, placed, modules, _feeds(pieces, planned.program), numbered(cut))
 
 
 def _feeds(pieces: Pieces, program: Program) -> dict[str, Feed]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from plait.passes.overlap.schedule import RECEIVE, SEND, Schedule, message, schedule
 from plait.passes.partition import Local, Site
-from plait.passes.pipeline import Stage, Wire
+from plait.passes.pipeline import Stage, Wire, numbered
 from plait.passes.schedule import Action
 from plait.passes.schedule import Schedule as Order
 from plait.rules.moves import Step
@@ -38,7 +38,7 @@ def _rank(order: Order, pieces: Sequence[Piece], place: int, index: int, n: int)
     line = Schedule(())
     for action in order.places[place]:
         local, stages = pieces[action.piece][index]
-        numbers = {wire: i for i, wire in enumerate(w for s in stages for w in s.sends)}
+        numbers = numbered(stages)
 
         def told(wire: Wire, other: int, reader: Action, numbers: Mapping[Wire, int] = numbers) -> tuple[int, str]:
             return other % len(order.places) * n + index, f"{numbers[wire]}:{reader}"
