@@ -15,12 +15,13 @@ from torch.utils import _pytree as pytree
 from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
 from plait.capture.functions import traced, write_out
+from plait.capture.generated import generated_when_read
 from plait.capture.names import identity, renamed
 from plait.capture.preserve import on_meta, preserved, swap_tensors, to_meta
 from plait.capture.python import spoken
 from plait.capture.questions import Questions
 from plait.capture.refuse import explained, refuse_fixed, refuse_model
-from plait.capture.written import decompositions, prepare
+from plait.capture.written import decomposed, prepare
 from plait.errors import CaptureError
 from plait.passes.symbolic import minima
 
@@ -70,6 +71,7 @@ def _tried(model: torch.nn.Module, call: Call, training: bool, questions: Questi
         return replace(_export(model, call, training, questions, Proof(), notes), sets=sets)
 
 
+@generated_when_read()
 def _export(
     model: torch.nn.Module, call: Call, training: bool, questions: Questions, proof: Proof, notes: tuple[str, ...]
 ) -> Export:
@@ -86,7 +88,7 @@ def _export(
     _share_buffers(exported)
     prepare(exported.graph_module, training)
     order = _order(exported)
-    exported = renamed(exported, lambda e: e.run_decompositions(decompositions()))
+    exported = renamed(exported, decomposed)
     write_out(exported)
     return Export(exported, call, blocks, notes, order=order)
 

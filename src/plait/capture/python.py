@@ -12,6 +12,7 @@ What it keeps meanwhile in caches of its files (functools.cache, dicts) has no v
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import gc
@@ -144,6 +145,8 @@ def _modules() -> Iterator[ModuleType]:
 
 def _put_back(module: ModuleType, before: Mapping[str, Any]) -> list[str]:
     """The names that have come to stand for tensors of the trace."""
+    if _OF_A_TRACE.isdisjoint(map(type, vars(module).values())):
+        return []
     now = [(name, value) for name, value in vars(module).items() if type(value) in _OF_A_TRACE]
     found = [name for name, value in now if before.get(name) is not value]
     for name in found:
@@ -156,18 +159,23 @@ def _put_back(module: ModuleType, before: Mapping[str, Any]) -> list[str]:
 
 def _drop_from_caches(module: ModuleType) -> None:
     """Where the model is called later, or traced once more, it makes these tensors anew."""
-    values = [x for name, x in vars(module).items() if name != "__builtins__"]
-    if not any(x is torch or x is Tensor or x is nn for x in values):
+    values = vars(module).values()
+    if _TORCHES.isdisjoint(map(id, values)):
         return
-    own = [x for x in values if isinstance(x, type) and x.__module__ == module.__name__]
-    for value in (*values, *(v for cls in own for v in vars(cls).values())):
-        cache: Any = value.__func__ if isinstance(value, staticmethod) else value
-        if isinstance(cache, functools._lru_cache_wrapper):
-            if any(map(_traced, gc.get_referents(cache))):
-                cache.cache_clear()
-        elif type(cache) in _DICTS:
-            for key in [k for k, x in cache.items() if _traced(x)]:
-                del cache[key]
+    own = [vars(x) for x in values if isinstance(x, type) and x.__module__ == module.__name__]
+    for holder in (values, *(names.values() for names in own)):
+        if not _CACHES.isdisjoint(map(type, holder)):
+            for value in list(holder):
+                _drop_from(value.__func__ if isinstance(value, staticmethod) else value)
+
+
+def _drop_from(cache: Any) -> None:
+    if isinstance(cache, functools._lru_cache_wrapper):
+        if any(map(_traced, gc.get_referents(cache))):
+            cache.cache_clear()
+    elif type(cache) in _DICTS and cache is not vars(builtins):
+        for key in [k for k, x in cache.items() if _traced(x)]:
+            del cache[key]
 
 
 def _traced(x: Any, depth: int = 3) -> bool:
@@ -187,3 +195,5 @@ _HOOK = Tensor.register_hook
 _OF_A_TRACE = {FakeTensor, FunctionalTensor}
 _DICTS = {dict, OrderedDict, defaultdict}
 _HOLDING = {*_DICTS, tuple, list}
+_CACHES = {*_DICTS, functools._lru_cache_wrapper, staticmethod}
+_TORCHES = {id(torch), id(Tensor), id(nn)}  # a module that names none of them makes no tensors

@@ -14,6 +14,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -371,6 +372,7 @@ def traced_place(node: fx.Node) -> str:
     return "the loss" if any(name == LOSS for name, _ in lines) else node.name
 
 
+@cache
 def is_user_file(name: str) -> bool:
     return not is_standard_file(name) and not name.startswith((*OURS, "<frozen", "<string>")) and "<eval" not in name
 

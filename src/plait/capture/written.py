@@ -15,18 +15,20 @@
     linspace between tensors          between their values: in a call it gives them no gradient
 
 `prepare` rewrites the graph as exported, before the functional form is made from it: the new nodes
-need no values of their own. `decompositions` is for `run_decompositions`.
+need no values of their own. `decomposed` makes the functional form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
-from torch._decomp import get_decompositions
+from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
+from torch._export.utils import _is_preservable_cia_op, _special_op_to_preserve_cia
+from torch.export import ExportedProgram
+from torch.export.exported_program import _decompose_exported_program
 
 from plait.capture import losses
 from plait.capture.detached import keep_apart
@@ -60,9 +62,27 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
         graph_module.recompile()
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    return {
-        **_composed(),
+def decomposed(exported: ExportedProgram) -> ExportedProgram:
+    """`exported.run_decompositions`, of what a model may have: that registers kernels of five hundred composites at
+    every call, most of which come apart without; a small capture takes a fifth less."""
+    composites, others = _tables()
+    graphs = [m.graph for m in exported.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    called = {n.target for g in graphs for n in g.nodes if _is_composite(n.target)}
+    own = {op for op in called if op.namespace != "aten"}
+    made: ExportedProgram = _decompose_exported_program(
+        exported, cia_to_decomp=composites | dict.fromkeys(own, _special_op_to_preserve_cia),
+        python_decomp_table=dict(others), joint_loss_index=None, decompose_custom_triton_ops=False,
+    )  # fmt: skip
+    return made
+
+
+@cache
+def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """What becomes of composites that do not just come apart in C++, and of other operators."""
+    known = table()
+    python = {op: f for op, f in _core_aten_decompositions_post_autograd().items() if op not in known}
+    whole = dict.fromkeys((*known, *WHOLE), _special_op_to_preserve_cia)
+    written = {
         **get_decompositions(MOVES),
         aten.rms_norm.default: rms_norm,
         aten.index_put.default: masked_put,
@@ -72,37 +92,25 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.squeeze.dims: squeeze,
         **losses.decompositions(),
     }
+    composites = {op: f for op, f in {**python, **whole, **written}.items() if _is_composite(op)}
+    return composites, {op: f for op, f in written.items() if op not in composites}
 
 
-@cache
-def _composed() -> dict[Any, Callable[..., Any]]:
-    """What has no equation, and torch itself composes of other operators."""
-    composites = torch.export.default_decompositions()
-    known = table()
-    return {
-        op: composites[op]
-        for op in composites
-        if isinstance(op, torch._ops.OpOverload)
-        and op.namespace == "aten"
-        and op not in known
-        and not _checks(op)
-        and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-        and all("Tensor" in str(r.type) for r in op._schema.returns)
-        and op._schema.name not in UNROLLED
-    }
-
-
-def _checks(op: torch._ops.OpOverload) -> bool:
-    """It raises where a matrix is singular, which its parts do by an operator that a graph keeps as an effect
-    of its own; its twin does not raise."""
-    return hasattr(aten, f"{op._schema.name.partition('::')[2]}_ex")
+def _is_composite(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and _is_preservable_cia_op(op)
 
 
 # Moves that torch writes as views, permutes and flips.
 MOVES = (aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle, aten.rot90, aten.block_diag)
 
-# A loop over all steps in C++ would be an operator each.
-UNROLLED = {f"aten::{cell}" for cell in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+# Composites without an equation that do not come apart either.
+WHOLE = (
+    aten.item.default,
+    aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data,  # C++ loops over the steps
+    # They raise where a matrix is singular, by an operator that a graph keeps as an effect of its own.
+    aten.linalg_cholesky.default, aten.linalg_inv.default, aten.linalg_solve.default,
+    aten.linalg_lu_factor.default, aten.linalg_ldl_factor.default,
+)  # fmt: skip
 
 
 def rms_norm(

@@ -280,7 +280,7 @@ class _Table:
         low = float(self.work[-1]) / stages
         high = low * (1 + EXACT)
         while high < most and not self.reaches(high):
-            low, high = high, min(most, low + 2 * (high - low) + EXACT * high)
+            low, high = high, min(most, high + 2 * (high - low))
         while high - low > EXACT * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.reaches(middle) else (middle, high)
