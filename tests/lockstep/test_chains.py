@@ -127,7 +127,7 @@ def test_norms_join_chains_in_training() -> None:
 
     want = gradients(planned.local(0).graph, {})
     graph = planned.local(0).graph
-    made = fuse(graph, note, training=True)
+    made = fuse(graph, note, rows=True)
     left = [n.target for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     assert left == [aten.linear.default] and len(made) == 2
     for have, wanted in zip(gradients(graph, made), want, strict=True):
@@ -141,7 +141,7 @@ def test_the_way_back_of_a_chain_may_be_asked_for_twice() -> None:
     captured = capture(model, (x,), {}, dynamic=None, training=True)
     planned = planner.make(captured, planner.Options(1, Cluster.of("dgx-h200").subset([0])))
     graph = planned.local(0).graph
-    made = fuse(graph, as_it_is, training=True)
+    made = fuse(graph, as_it_is, rows=True)
     state = dict(model.named_parameters())
     feed = [state[share.weight.name] for share in planned.local(0).shares]
     (out,) = fx.GraphModule(dict(made), graph)(*feed, x)
@@ -150,6 +150,35 @@ def test_the_way_back_of_a_chain_may_be_asked_for_twice() -> None:
     assert all(map(torch.equal, first, torch.autograd.grad(loss, feed)))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, feed)
+
+
+def test_micro_batches_share_chains() -> None:
+    """A chain of two graphs is compiled once, and gradients keep their bits."""
+    torch.manual_seed(0)
+    feed = [torch.randn(size).requires_grad_() for size in ((3, 8), (8,), (8, 8))]
+
+    def stage() -> fx.GraphModule:
+        graph = fx.Graph()
+        x, scale, weight = (graph.placeholder(name) for name in ("x", "scale", "weight"))
+        for _ in range(2):
+            x = graph.call_function(aten.tanh.default, (graph.call_function(aten.mul.Tensor, (x, scale)),))
+            x = graph.call_function(aten.mm.default, (x, weight))
+        graph.output((x,))
+        return fx.GraphModule({}, graph)
+
+    def compiler(chain: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiled.append(chain.code)
+        return chain
+
+    want = torch.autograd.grad(stage()(*feed)[0].square().sum(), feed)
+    compiled: list[str] = []
+    known: dict[str, Fused] = {}
+    for module in (stage(), stage()):
+        fuse(module.graph, compiler, known=known)
+        module.recompile()
+        got = torch.autograd.grad(module(*feed)[0].square().sum(), feed)
+        assert all(map(torch.equal, got, want))
+    assert len(compiled) == len(known) == 1
 
 
 def test_groups_are_read_once(local: tuple[fx.Graph, list[Tensor]]) -> None:

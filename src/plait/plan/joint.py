@@ -226,8 +226,8 @@ class _Search:
         key = tp, replace(where.cluster, places=_moved(where.cluster)), where.crowd
         if key not in self.groups:
             options = replace(self.ask.options, tp=tp, cluster=where.cluster, crowd=where.crowd)
-            fuse = all(mesh.pp == 1 for mesh in self.ask.meshes) and planner.fused(self.program, options)
-            if fuse:  # stages do not run fused, nor as graphs
+            fuse = planner.fused(self.program, options)
+            if all(mesh.pp == 1 for mesh in self.ask.meshes):  # stages do not run as graphs
                 options = planner.launched(self.program, options)
             laid = planner.lay(self.program, options, description=self.description, fuse=fuse)
             self.groups[key] = Group(laid, laid.work(self.batch), planner.collective(options))

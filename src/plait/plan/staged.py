@@ -95,7 +95,7 @@ def _plan(
     pieces, name = best.micro_batches, best.schedule
     batch = _batch(program, description, pieces, wish.joined)
     first, *others = _sizes(program, description, batch)
-    laid = planner.lay(first, options, fixed)
+    laid = planner.lay(first, options, fixed, fuse=planner.fused(first, options))
     planned = planner.make(first, options, laid=laid)
     work = laid.whole
     line = work.line(1.0, planner.collective(options), pieces)

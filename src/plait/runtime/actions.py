@@ -236,7 +236,8 @@ class Run:
         if self.stages.apart:
             feed = *feed, opened.queue
         with torch.set_grad_enabled(self.grad):
-            flat = piece.modules[index](*feed)
+            graphed = self.grad == self.stages.program.training and index in piece.trips
+            flat = piece.trips[index](feed) if graphed else piece.modules[index](*feed)
         made = dict(zip(stage.makes, flat, strict=True))
         opened.made = {w.value: made[w.value] for w in stage.sends}
         last = flat[len(flat) - len(stage.results) :]

@@ -178,7 +178,7 @@ def executable(
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
     root |= direct
     root |= pay(local, owed.sites(planned.plan.overlaps))
-    talks = _talks(local)
+    talking = talks(local)
     for name, of in bucket(local, algorithms).items():
         how = algorithms.get(f"{of[0]}{BACK}", "native")
         root[name] = BucketModule([local.sites[s] for s in of], transport, how)
@@ -190,12 +190,12 @@ def executable(
     inputs = sum(i.node is not None for i in planned.program.inputs)
     fixed = all(isinstance(s, int) for p in patterns if isinstance(p, Pattern) for s in p.shape)
     graphed = device.type == "cuda" and fixed and not local.seeded and not planned.program.mutations
-    graphed = graphed and (transport.captures or not talks)
+    graphed = graphed and (transport.captures or not talking)
     training = planned.program.training
     if graphed and not training:
         group(local.graph)
     if graphed or (training and fixed and device.type == "cuda"):
-        root |= fuse(local.graph, training=training)
+        root |= fuse(local.graph, rows=training)
     module = fx.GraphModule(root, local.graph)
     replay: Replay | RoundTrip | None = None
     if graphed:
@@ -241,7 +241,7 @@ def _fresh(graph: fx.Graph) -> set[str]:
     }
 
 
-def _talks(local: Local) -> bool:
+def talks(local: Local) -> bool:
     """Whether a collective of the group is left in the program, or on its way back."""
     called = (str(n.target).split(".")[0] for n in local.graph.nodes if n.op == "call_module")
     sites = (local.sites[name] for name in called if name in local.sites)

@@ -21,16 +21,25 @@ Compile = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 ROUNDED = {"emulate_precision_casts": True}  # of Inductor: as torch rounds outside of it
 
 
-def fuse(graph: fx.Graph, compiler: Compile | None = None, training: bool = False) -> dict[str, nn.Module]:
-    """Rewrite `graph`, a program of fixed sizes; the modules that it calls now."""
+def fuse(
+    graph: fx.Graph, compiler: Compile | None = None, rows: bool = False, known: dict[str, Fused] | None = None
+) -> dict[str, nn.Module]:
+    """Rewrite `graph`, a program of fixed sizes; the modules that it calls now, and that its own module has.
+
+    `rows`: what reduces rows, as norms do, may stand in a chain. `known`: the chains of other graphs, by how
+    they read.
+    """
     made: dict[str, nn.Module] = {}
-    known: dict[str, str] = {}  # how a chain reads -> its module's name
-    for chain in chains(graph, REDUCTIONS if training else ()):
+    known = {} if known is None else known
+    for chain in chains(graph, REDUCTIONS if rows else ()):
         text = chain.text()
         if text not in known:
-            known[text] = f"fused_{len(known)}"
-            made[known[text]] = Fused(chain.module(), compiler or inductor)
-        chain.replace(known[text])
+            known[text] = Fused(chain.module(), compiler or inductor)
+        name = f"fused_{[*known].index(text)}"
+        made[name] = known[text]
+        if graph.owning_module is not None:
+            graph.owning_module.add_module(name, known[text])
+        chain.replace(name)
     return made
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,16 +28,17 @@ class Replay:
     run: Callable[..., tuple[Any, ...]]
     inputs: int  # how many of the last of `feed` differ from call to call
     group: dist.ProcessGroup | None = None  # whose collectives are captured
-    _calls: int = 0
+    calls: int = 0  # until now
     _graph: torch.cuda.CUDAGraph | None = None
     _feed: list[Tensor] = field(default_factory=list)
     _fixed: tuple[int, ...] = ()
     _results: tuple[Any, ...] = ()
+    open: ClassVar[bool] = False  # what it gives does not lie in the graph
 
     def __call__(self, feed: Sequence[Tensor]) -> tuple[Any, ...]:
         if self._graph is None or self._fixed != addresses(self._weights(feed)):
-            self._calls += 1
-            if self._calls <= WARM_UP:
+            self.calls += 1
+            if self.calls <= WARM_UP:
                 return self.run(*feed)
             self._capture(feed)
         assert self._graph is not None

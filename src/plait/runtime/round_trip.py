@@ -40,20 +40,25 @@ class RoundTrip:
     inputs: int  # how many of the last of `feed` differ from call to call
     backward: Callable[[], AbstractContextManager[None]] = nullcontext
     group: dist.ProcessGroup | None = None  # whose collectives are captured
-    _calls: int = 0
+    calls: int = 0  # until now
     _graphs: _Graphs | None = None
     _loose: bool = False  # there is no room for graphs, or something in the program does not go into one
 
     def __call__(self, feed: Sequence[Tensor]) -> tuple[Any, ...]:
         if self._graphs is not None and not self._graphs.of(feed):
-            self._graphs, self._calls = None, 0  # moved weights, or others that learn
-        self._calls += 1
-        if self._graphs is None and self._calls > WARM_UP and not self._loose:
+            self._graphs, self.calls = None, 0  # moved weights, or others that learn
+        self.calls += 1
+        if self._graphs is None and self.calls > WARM_UP and not self._loose:
             self._graphs = self._capture(feed)
             self._loose = self._graphs is None
-        if self._graphs is None or self._graphs.open:
+        if self._graphs is None or self.open:
             return self.run(*feed)
         return _There.apply(self._graphs, *feed)  # type: ignore[no-any-return, no-untyped-call]
+
+    @property
+    def open(self) -> bool:
+        """Whether somebody may still ask for the way back."""
+        return self._graphs is not None and self._graphs.open
 
     def _capture(self, feed: Sequence[Tensor]) -> _Graphs | None:
         if not room():

@@ -8,7 +8,7 @@ device; which values get a gradient from a walk back from the outputs that have 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,12 @@ from plait.rules.moves import Cut, take
 from plait.runtime import streams
 from plait.runtime.again import mark, segmented
 from plait.runtime.channel import Channel
-from plait.runtime.executor import place
+from plait.runtime.executor import place, talks
+from plait.runtime.fused import Fused, fuse
 from plait.runtime.replicas import Replicas
 from plait.runtime.streams import Beside
 from plait.runtime.transport import Transport
+from plait.runtime.trips import Trips
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Piece:
     modules: Mapping[int, fx.GraphModule]
     feeds: Mapping[str, Feed]  # by placeholder
     numbers: Mapping[Wire, int]
+    trips: Mapping[int, Trips] = field(default_factory=dict)  # of the stages that run as CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,8 @@ def stages(
     made = tuple(
         _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
     )
+    if device.type == "cuda" and not apart and pieces.staged.recompute == "off":
+        made = _graphed(pieces, made, transport)
     replicas.used(_in_order_of_use(made[0].local))
     wires = {(w.source % line.pp, w.target % line.pp) for piece in made for s in piece.stages for w in s.sends}
     back = {(b, a) for a, b in wires} if pieces.full.training else set()
@@ -205,6 +210,28 @@ def stages(
         apart and pieces.staged.recompute != "off",
         transport,
     )
+
+
+def _graphed(pieces: Pieces, made: tuple[Piece, ...], transport: Transport) -> tuple[Piece, ...]:
+    """With kernels fused and in CUDA graphs, where a stage can be; micro-batches of one program share them."""
+    full = pieces.full
+    if full.sizes or full.mutations or not (transport.captures or not any(talks(p.local) for p in made)):
+        return made
+    known: dict[str, Fused] = {}
+    shared: dict[str, dict[int, Trips]] = {}
+    out = []
+    for planned, piece in zip(pieces.planned, made, strict=True):
+        digest = planned.program.digest
+        if digest not in shared:
+            mine = [(s, piece.modules[s.index]) for s in piece.stages if s.index in piece.modules and not s.seeded]
+            for _, module in mine:
+                fuse(module.graph, rows=True, known=known)
+                module.recompile()
+            shared[digest] = {
+                s.index: Trips.of(module, len(s.weights), full.training, transport) for s, module in mine
+            }
+        out.append(replace(piece, trips=shared[digest]))
+    return tuple(out)
 
 
 def _in_order_of_use(local: Local) -> list[str]:
