@@ -35,7 +35,7 @@ from plait.plan.gradients import room, summed
 from plait.plan.placement import Link, Placement
 from plait.plan.plan import Candidate, Choice, Memory, Placed
 from plait.plan.planner import Laid, Options
-from plait.plan.ways import Group, Way, divided
+from plait.plan.ways import Group, Way, divided, graphed
 from plait.plan.work import Work
 from plait.program import Program
 from plait.rules.aten import table
@@ -109,7 +109,7 @@ class _Search:
     program: Program
     ask: Ask
     description: Description
-    groups: dict[tuple[int, Cluster, float], Group] = field(default_factory=dict)
+    groups: dict[tuple[int, Cluster, float, bool], Group] = field(default_factory=dict)
     sums: dict[tuple[Mesh, str], Placed | None] = field(default_factory=dict)
     weighed: int = 0
 
@@ -142,7 +142,7 @@ class _Search:
             notes=self._notes(),
             memory=self._memory(best) if self.program.training else None,
         )
-        return Found(choice, self._group(self._where(best)).laid)
+        return Found(choice, self._group(self._where(best), graphed(best.schedule, best.recompute)).laid)
 
     def _where(self, c: Candidate) -> Placement:
         return Placement(self.ask.cluster, Mesh(c.tp, c.pp, c.dp), c.order)
@@ -216,22 +216,29 @@ class _Search:
         return names if training and mesh.pp > 1 else names[:1]
 
     def _way(self, placement: Placement, pieces: int, name: str, recompute: str) -> Way:
-        group = self._group(placement)
+        group = self._group(placement, graphed(name, recompute))
         ends = self._outputs(placement, group)
         return Way(placement, group, pieces, self._share(pieces), name, recompute, ends)
 
-    def _group(self, placement: Placement) -> Group:
+    def _group(self, placement: Placement, graphs: bool = True) -> Group:
         tp, where = placement.mesh.tp, placement.tp
+        graphs = graphs and self._graphed
         # groups in other places are priced alike where devices and links are
         key = tp, replace(where.cluster, places=_moved(where.cluster)), where.crowd
-        if key not in self.groups:
-            options = replace(self.ask.options, tp=tp, cluster=where.cluster, crowd=where.crowd)
-            fuse = planner.fused(self.program, options)
-            if all(mesh.pp == 1 for mesh in self.ask.meshes):  # stages do not run as graphs
-                options = planner.launched(self.program, options)
-            laid = planner.lay(self.program, options, description=self.description, fuse=fuse)
-            self.groups[key] = Group(laid, laid.work(self.batch), planner.collective(options))
-        return self.groups[key]
+        if (*key, graphs) not in self.groups:
+            twin = self.groups.get((*key, not graphs))
+            options = replace(self.ask.options, tp=tp, cluster=where.cluster, crowd=where.crowd, graphs=graphs)
+            options, fuse = planner.launched(self.program, options), planner.fused(self.program, options)
+            if twin is not None:
+                laid = planner.repriced(twin.laid, options, fuse)
+            else:
+                laid = planner.lay(self.program, options, description=self.description, fuse=fuse)
+            self.groups[*key, graphs] = Group(laid, laid.work(self.batch), planner.collective(options))
+        return self.groups[*key, graphs]
+
+    @cached_property
+    def _graphed(self) -> bool:
+        return planner.fused(self.program, replace(self.ask.options, cluster=self.ask.cluster))
 
     def _weigh(self, way: Way, memory: float) -> Candidate:
         """PlanError where it does not fit."""

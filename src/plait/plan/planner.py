@@ -69,6 +69,7 @@ class Options:
     deterministic: bool = False
     overlap: str | int = "auto"
     crowd: float = 1.0  # groups that share the slowest link, all at once (plan/placement.py)
+    graphs: bool = True  # a CUDA device may run it as graphs, with kernels fused
     choice: Choice | None = None  # the joint choice by which tp came about
     watch: Watch | None = field(default=None, repr=False, compare=False)  # of the devices at hand
 
@@ -171,14 +172,22 @@ def lay(
         problem = build(program, description, options.tp)
         _hold(program, problem, fixed or {})
         tied = classes(problem)
-    norms = inside(program.graph) if fuse else {}
-    prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
-    chained = _chained(program, norms) if fuse else frozenset[fx.Node]()
-    prices = replace(prices, chained=chained)
+    prices = _prices(program, problem, options, fuse)
     if beside < 1:
         prices = prices.hiding(problem, beside)
     strategies = solve(problem, prices, tied).strategies
     return Laid(program, description, problem, tied, strategies, program.differentiable(), prices, fuse)
+
+
+def repriced(laid: Laid, options: Options, fuse: bool) -> Laid:
+    """The same strategies by other prices."""
+    return replace(laid, prices=_prices(laid.program, laid.problem, options, fuse), fused=fuse)
+
+
+def _prices(program: Program, problem: Problem, options: Options, fuse: bool) -> CostPrices:
+    norms = inside(program.graph) if fuse else {}
+    prices = CostPrices.of(problem, rates(options.cluster, program), collective(options), norms)
+    return replace(prices, chained=_chained(program, norms) if fuse else frozenset[fx.Node]())
 
 
 def _chained(program: Program, norms: Mapping[fx.Node, Norm]) -> frozenset[fx.Node]:
@@ -224,13 +233,13 @@ def launched(program: Program, options: Options) -> Options:
 
 def graphed(program: Program, options: Options) -> bool:
     """Whether it runs as one CUDA graph."""
-    return options.cluster.device.kind == "cuda" and fixed_sizes(program)
+    return options.graphs and options.cluster.device.kind == "cuda" and fixed_sizes(program)
 
 
 def fused(program: Program, options: Options) -> bool:
     """Whether what is element-wise runs in chains, and norms as one kernel each or in these (runtime/fused.py)."""
     training = options.cluster.device.kind == "cuda" and program.training and not program.sizes
-    return training or graphed(program, options)
+    return (options.graphs and training) or graphed(program, options)
 
 
 def _peers(program: Program, options: Options) -> Peers | None:

@@ -126,6 +126,11 @@ class Way:
         )
 
 
+def graphed(schedule: str, recompute: str) -> bool:
+    """Whether stages may run as CUDA graphs (runtime/trips.py): where no backward is halved, nor run anything again."""
+    return schedule != "zero-bubble" and recompute == "off"
+
+
 def divided(
     line: Line,
     link: Link,
