@@ -75,10 +75,10 @@ def brute(what: Program, wanted: joint.Ask) -> float:
     for mesh in wanted.meshes:
         for order in wanted.orders:
             placement = Placement(wanted.cluster, mesh, order)
-            group = search._group(placement)
             for pieces in range(1, search.batch.pieces + 1 if search.batch else 2):
-                line = group.line(search._share(pieces), pieces)
                 for name in wanted.schedules if what.training else ("gpipe",):
+                    group = search._group(placement, search._graphs(name, "off", mesh.dp))
+                    line = group.line(search._share(pieces), pieces)
                     played = schedule.make(name, mesh.pp, pieces, what.training)
                     counts = ways.opened(name, mesh.pp, pieces, what.training)
                     n = len(line.items)

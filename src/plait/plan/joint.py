@@ -142,7 +142,7 @@ class _Search:
             notes=self._notes(),
             memory=self._memory(best) if self.program.training else None,
         )
-        return Found(choice, self._group(self._where(best), graphed(best.schedule, best.recompute)).laid)
+        return Found(choice, self._group(self._where(best), self._graphs(best.schedule, best.recompute, best.dp)).laid)
 
     def _where(self, c: Candidate) -> Placement:
         return Placement(self.ask.cluster, Mesh(c.tp, c.pp, c.dp), c.order)
@@ -216,13 +216,12 @@ class _Search:
         return names if training and mesh.pp > 1 else names[:1]
 
     def _way(self, placement: Placement, pieces: int, name: str, recompute: str) -> Way:
-        group = self._group(placement, graphed(name, recompute))
+        group = self._group(placement, self._graphs(name, recompute, placement.mesh.dp))
         ends = self._outputs(placement, group)
         return Way(placement, group, pieces, self._share(pieces), name, recompute, ends)
 
-    def _group(self, placement: Placement, graphs: bool = True) -> Group:
+    def _group(self, placement: Placement, graphs: bool) -> Group:
         tp, where = placement.mesh.tp, placement.tp
-        graphs = graphs and self._graphed
         # groups in other places are priced alike where devices and links are
         key = tp, replace(where.cluster, places=_moved(where.cluster)), where.crowd
         if (*key, graphs) not in self.groups:
@@ -236,8 +235,11 @@ class _Search:
             self.groups[*key, graphs] = Group(laid, laid.work(self.batch), planner.collective(options))
         return self.groups[*key, graphs]
 
+    def _graphs(self, schedule: str, recompute: str, dp: int) -> bool:
+        return self._fused and graphed(schedule, recompute, dp, self.program.training)
+
     @cached_property
-    def _graphed(self) -> bool:
+    def _fused(self) -> bool:
         return planner.fused(self.program, replace(self.ask.options, cluster=self.ask.cluster))
 
     def _weigh(self, way: Way, memory: float) -> Candidate:

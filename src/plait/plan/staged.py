@@ -93,7 +93,7 @@ def _plan(
     choice = _choice(program, description, wish, options, None if homes is None else len(homes))
     best = choice.winner
     pieces, name = best.micro_batches, best.schedule
-    options = replace(options, graphs=graphed(name, best.recompute))
+    options = replace(options, graphs=graphed(name, best.recompute, wish.dp, program.training))
     batch = _batch(program, description, pieces, wish.joined)
     first, *others = _sizes(program, description, batch)
     priced = planner.launched(first, options)

@@ -23,6 +23,7 @@ from plait.passes.schedule import Schedule
 from plait.passes.trace import Reach, Spec, reach, trace
 from plait.plan.planner import Planned
 from plait.plan.staged import Pieces
+from plait.plan.ways import graphed
 from plait.program import Program
 from plait.rules.moves import Cut, take
 from plait.runtime import streams
@@ -190,7 +191,8 @@ def stages(
     made = tuple(
         _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
     )
-    if device.type == "cuda" and not apart and pieces.staged.recompute == "off":
+    staged, training = pieces.staged, pieces.full.training
+    if device.type == "cuda" and graphed(staged.schedule, staged.recompute, replicas.count, training):
         made = _graphed(pieces, made, transport)
     replicas.used(_in_order_of_use(made[0].local))
     wires = {(w.source % line.pp, w.target % line.pp) for piece in made for s in piece.stages for w in s.sends}
