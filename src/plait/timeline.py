@@ -55,11 +55,16 @@ class Timeline:
 
     @staticmethod
     def parse(text: str) -> Timeline:
-        first, *lines = text.strip().splitlines()
+        first, *lines = text.strip().splitlines() or [""]
         word, _, end = first.partition(" ")
-        if word != "end":
-            raise InputError(f"a timeline begins with `end seconds`, not with {first!r}")
-        return Timeline(tuple(map(Event.parse, lines)), float(end))
+        try:
+            if word != "end":
+                raise ValueError("no end")
+            return Timeline(tuple(map(Event.parse, lines)), float(end))
+        except InputError:
+            raise
+        except ValueError:
+            raise InputError(f"a timeline begins with `end seconds`, not with {first!r}") from None
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:

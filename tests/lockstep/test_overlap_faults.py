@@ -55,6 +55,12 @@ def caught(schedules: Sequence[Schedule]) -> bool:
     return False
 
 
+@pytest.mark.parametrize("text", ["given:\ncompute linear(x) -> y", "given: x\nstream: wait"])
+def test_a_line_that_does_not_read_is_named(text: str) -> None:
+    with pytest.raises(ScheduleError, match="is no line of a schedule"):
+        Schedule.parse(text)
+
+
 # -- the adversary -----------------------------------------------------------------------------------
 
 

@@ -109,3 +109,18 @@ def test_no_stages_are_faster_than_the_bound(
     forward = schedule.forward(made, each, again)
     least = schedule.least(name, places, pieces, sum(each), training)
     assert schedule.seconds(made, forward, again) >= least * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "said"),
+    [
+        ("0F0 0I0 0W0 0B0", 1, "0B0 is no action of it"),  # a gradient, computed twice
+        ("0F0 2F0\n1F0", 2, "2F0 is no action of it"),
+        ("0F0 0F5", 1, "micro-batch 5 is one of 6, and there are 2 actions"),
+        ("0F999999999", 1, "there are 1 actions"),
+        ("0F" + "9" * 5000, 1, "is no action"),
+    ],
+)
+def test_an_action_too_many_is_named(text: str, stages: int, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        schedule.parse(text, stages)

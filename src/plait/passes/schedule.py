@@ -39,7 +39,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
+        found = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", text)
         if found is None:
             raise ScheduleError(f"{text!r} is no action; one reads like 2F0 or 2B0")
         return cls(int(found[1]), found[2], int(found[3]))
@@ -81,6 +81,8 @@ class Timed:
 def parse(text: str, stages: int) -> Schedule:
     places = tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines())
     pieces = 1 + max((a.piece for actions in places for a in actions), default=0)
+    if pieces > (count := sum(map(len, places))) > 0:
+        raise ScheduleError(f"micro-batch {pieces - 1} is one of {pieces}, and there are {count} actions")
     found = Schedule(stages, pieces, places)
     check(found)
     return found
@@ -259,6 +261,7 @@ def check(schedule: Schedule) -> Timed:
     ]
     faults = [
         *(f"{a} is missing" for a in sorted(map(str, wanted - set(listed)))),
+        *(f"{a} is no action of it" for a in sorted(map(str, set(listed) - wanted))),
         *(f"{a} stands twice" for a in twice),
         *away,
     ]

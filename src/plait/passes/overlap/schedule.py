@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import fx
 
+from plait.errors import ScheduleError
 from plait.passes.partition import Local, Site
 
 COMPUTE, COMM = "compute", "comm"
@@ -100,7 +101,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        first, *lines = text.splitlines()
+        first, *lines = text.splitlines() or [""]
         given = frozenset(_names(first.removeprefix("given:")))
         return cls(tuple(_parse(line) for line in lines if line.strip()), given)
 
@@ -243,7 +244,8 @@ _LINE = re.compile(r"(\w+): (?:(record|wait) (\S+)|(\S+)(?: = (\w+)\[([\d,]*)\])
 
 def _parse(line: str) -> Item:
     found = _LINE.fullmatch(line.strip())
-    assert found is not None, f"no line of a schedule: {line!r}"
+    if found is None:
+        raise ScheduleError(f"{line!r} is no line of a schedule; one reads like `compute: linear(x, w) -> y`")
     stream, verb, event, name, collective, ranks, reads, writes = found.groups()
     if verb:
         return Record(stream, event) if verb == "record" else Wait(stream, event)
