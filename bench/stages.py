@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node 1 bench/stages.py
 
-Four layers of Llama-3-70B at an eighth of their width, one place, so that nothing is sent; median of interleaved steps.
+Four layers of Llama-3-70B at an eighth of their width, one place, so that nothing is sent; median of interleaved steps,
+what the host takes to launch them included.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent),
+    str(Path(__file__).resolve().parents[1] / "src"),
+]
+
+from timing import start
 
 import plait
 from plait.runtime import stages
@@ -27,7 +33,8 @@ SAMPLES = 15
 
 def shape() -> dict[str, Any]:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128}
-    return {"hidden_size": 8192, "intermediate_size": 3584, "num_hidden_layers": 4, "vocab_size": 128, **heads}
+    width = {"hidden_size": 8192, "intermediate_size": 3584, "num_hidden_layers": 4, "vocab_size": 128}
+    return {**width, **heads, "use_cache": False}
 
 
 def step(compiled: plait.Compiled, x: torch.Tensor, training: bool) -> None:
@@ -58,9 +65,7 @@ def milliseconds(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
 def main() -> None:
     from transformers import LlamaConfig, LlamaModel
 
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    _, _, device = start()
     graphed = stages._graphed
     for tokens, pieces in CASES:
         for training in (True, False):
@@ -72,7 +77,7 @@ def main() -> None:
             for name, count in (("one graph", 1), ("stages as graphs", pieces), ("stages launched", pieces)):
                 stages._graphed = graphed if name != "stages launched" else lambda pieces, made, transport: made
                 made[name] = plait.compile(
-                    model, (), {"inputs_embeds": x, "use_cache": False}, tp=1, pp=1, training=training, device=device,
+                    model, (), {"inputs_embeds": x}, tp=1, pp=1, training=training, device=device,
                     micro_batches=count, recompute="off", measure=False,
                 )  # fmt: skip
             times = milliseconds({n: lambda c=c: step(c, x, training) for n, c in made.items()})  # type: ignore[misc]

@@ -60,11 +60,10 @@ class Timeline:
         try:
             if word != "end":
                 raise ValueError("no end")
-            return Timeline(tuple(map(Event.parse, lines)), float(end))
-        except InputError:
-            raise
+            seconds = float(end)
         except ValueError:
             raise InputError(f"a timeline begins with `end seconds`, not with {first!r}") from None
+        return Timeline(tuple(map(Event.parse, lines)), seconds)
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:

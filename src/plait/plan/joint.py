@@ -35,7 +35,7 @@ from plait.plan.gradients import room, summed
 from plait.plan.placement import Link, Placement
 from plait.plan.plan import Candidate, Choice, Memory, Placed
 from plait.plan.planner import Laid, Options
-from plait.plan.ways import Group, Way, divided, graphed
+from plait.plan.ways import Group, Way, as_graphs, divided
 from plait.plan.work import Work
 from plait.program import Program
 from plait.rules.aten import table
@@ -227,7 +227,7 @@ class _Search:
         if (*key, graphs) not in self.groups:
             twin = self.groups.get((*key, not graphs))
             options = replace(self.ask.options, tp=tp, cluster=where.cluster, crowd=where.crowd, graphs=graphs)
-            options, fuse = planner.launched(self.program, options), planner.fused(self.program, options)
+            options, fuse = planner.running(self.program, options)
             if twin is not None:
                 laid = planner.repriced(twin.laid, options, fuse)
             else:
@@ -236,7 +236,7 @@ class _Search:
         return self.groups[*key, graphs]
 
     def _graphs(self, schedule: str, recompute: str, dp: int) -> bool:
-        return self._fused and graphed(schedule, recompute, dp, self.program.training)
+        return self._fused and as_graphs(schedule, recompute, dp, self.program.training)
 
     @cached_property
     def _fused(self) -> bool:

@@ -203,7 +203,7 @@ def make(
     laid: Laid | None = None,
 ) -> Planned:
     """The cheapest plan; `laid`: the strategies that are cheapest where every move blocks."""
-    options, fuse = launched(program, options), fused(program, options)
+    options, fuse = running(program, options)
     blocking = laid if laid and laid.fused == fuse else lay(program, options, fixed, like=laid, fuse=fuse)
     best = _planned(blocking, options)
     if not fuse or _peers(program, options) is None:
@@ -224,11 +224,11 @@ def _slower(best: Planned, rows: Planned) -> Planned:
     return replace(best, plan=replace(plan, bare=dict.fromkeys(names, why)))
 
 
-def launched(program: Program, options: Options) -> Options:
-    """With the price of a launch in what runs: a CUDA graph launches nothing from the host."""
+def running(program: Program, options: Options) -> tuple[Options, bool]:
+    """With the price of a launch in what runs, as a CUDA graph launches nothing from the host; whether it is fused."""
     if not graphed(program, options):
-        return options
-    return replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"]))
+        return options, fused(program, options)
+    return replace(options, cluster=options.cluster.with_launch(LAUNCH["graph"])), True
 
 
 def graphed(program: Program, options: Options) -> bool:

@@ -27,7 +27,7 @@ from plait.plan.plan import Candidate, Choice, Overlapped, Plan, Staged
 from plait.plan.planner import Held, Options, Planned
 from plait.plan.recompute import recomputed
 from plait.plan.stages import Cuts, Line
-from plait.plan.ways import divided, graphed, played
+from plait.plan.ways import as_graphs, divided, played
 from plait.plan.work import Work
 from plait.program import Program, module_path
 from plait.rules.aten import table
@@ -93,11 +93,11 @@ def _plan(
     choice = _choice(program, description, wish, options, None if homes is None else len(homes))
     best = choice.winner
     pieces, name = best.micro_batches, best.schedule
-    options = replace(options, graphs=graphed(name, best.recompute, wish.dp, program.training))
+    options = replace(options, graphs=as_graphs(name, best.recompute, wish.dp, program.training))
     batch = _batch(program, description, pieces, wish.joined)
     first, *others = _sizes(program, description, batch)
-    priced = planner.launched(first, options)
-    laid = planner.lay(first, priced, fixed, fuse=planner.fused(first, options))
+    priced, fuse = planner.running(first, options)
+    laid = planner.lay(first, priced, fixed, fuse=fuse)
     planned = planner.make(first, options, laid=laid)
     work = laid.whole
     line = work.line(1.0, planner.collective(options), pieces)

@@ -126,7 +126,7 @@ class Way:
         )
 
 
-def graphed(schedule: str, recompute: str, dp: int, training: bool) -> bool:
+def as_graphs(schedule: str, recompute: str, dp: int, training: bool) -> bool:
     """Whether stages may run as CUDA graphs (runtime/trips.py): where no backward is halved, nothing is run again,
     and no gradient is sent to other replicas while the rest is computed."""
     return not training or (schedule != "zero-bubble" and recompute == "off" and dp == 1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +30,10 @@ from plait.rules.moves import Cut
 from plait.runtime import direct as lowering
 from plait.runtime import direct_training
 from plait.runtime.fused import fuse
-from plait.runtime.graphs import Replay
-from plait.runtime.round_trip import RoundTrip
 from plait.runtime.streams import Beside, modules
 from plait.runtime.symmetric import Workspace
 from plait.runtime.transport import BucketModule, Transport
+from plait.runtime.trips import Trip, trip
 
 # Where sizes are fixed on CUDA, in this order where they can. On H200 (torch 2.11) cuDNN's was the fastest at all
 # of 21 shapes, there 1.1 to 2.1 times and there and back 1.2 to 1.9 times as fast as flash attention
@@ -60,7 +58,7 @@ class Executable:
     module: fx.GraphModule
     patterns: tuple[Any, ...]  # per leaf of the call: a plain value, or a `Pattern`
     device: torch.device
-    replay: Replay | RoundTrip | None = None  # on a CUDA device
+    replay: Trip | None = None  # on a CUDA device
     arena: Workspace | None = None  # what direct moves write to; it lives as long as the program
 
     @property
@@ -178,7 +176,7 @@ def executable(
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
     root |= direct
     root |= pay(local, owed.sites(planned.plan.overlaps))
-    talking = talks(local)
+    graphed = device.type == "cuda" and not local.seeded and capturable(planned.program, [local], transport)
     for name, of in bucket(local, algorithms).items():
         how = algorithms.get(f"{of[0]}{BACK}", "native")
         root[name] = BucketModule([local.sites[s] for s in of], transport, how)
@@ -189,18 +187,15 @@ def executable(
     patterns = patterns_of(planned.program)
     inputs = sum(i.node is not None for i in planned.program.inputs)
     fixed = all(isinstance(s, int) for p in patterns if isinstance(p, Pattern) for s in p.shape)
-    graphed = device.type == "cuda" and fixed and not local.seeded and not planned.program.mutations
-    graphed = graphed and (transport.captures or not talking)
     training = planned.program.training
     if graphed and not training:
         group(local.graph)
     if graphed or (training and fixed and device.type == "cuda"):
         root |= fuse(local.graph, rows=training)
     module = fx.GraphModule(root, local.graph)
-    replay: Replay | RoundTrip | None = None
+    replay: Trip | None = None
     if graphed:
-        trip = partial(RoundTrip, backward=transport.backward) if training else Replay
-        replay = trip(module, inputs, group=transport.group)
+        replay = trip(module, inputs, training, transport)
     return Executable(planned, local, module, patterns, device, replay, workspace)
 
 
@@ -241,7 +236,12 @@ def _fresh(graph: fx.Graph) -> set[str]:
     }
 
 
-def talks(local: Local) -> bool:
+def capturable(program: Program, locals_: Sequence[Local], transport: Transport) -> bool:
+    """Whether CUDA graphs may hold it: sizes are fixed, no buffer changes, and collectives, if any, can be captured."""
+    return not program.sizes and not program.mutations and (transport.captures or not any(map(_talks, locals_)))
+
+
+def _talks(local: Local) -> bool:
     """Whether a collective of the group is left in the program, or on its way back."""
     called = (str(n.target).split(".")[0] for n in local.graph.nodes if n.op == "call_module")
     sites = (local.sites[name] for name in called if name in local.sites)

@@ -23,13 +23,13 @@ from plait.passes.schedule import Schedule
 from plait.passes.trace import Reach, Spec, reach, trace
 from plait.plan.planner import Planned
 from plait.plan.staged import Pieces
-from plait.plan.ways import graphed
+from plait.plan.ways import as_graphs
 from plait.program import Program
 from plait.rules.moves import Cut, take
 from plait.runtime import streams
 from plait.runtime.again import mark, segmented
 from plait.runtime.channel import Channel
-from plait.runtime.executor import place, talks
+from plait.runtime.executor import capturable, place
 from plait.runtime.fused import Fused, fuse
 from plait.runtime.replicas import Replicas
 from plait.runtime.streams import Beside
@@ -192,7 +192,7 @@ def stages(
         _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
     )
     staged, training = pieces.staged, pieces.full.training
-    if device.type == "cuda" and graphed(staged.schedule, staged.recompute, replicas.count, training):
+    if device.type == "cuda" and as_graphs(staged.schedule, staged.recompute, replicas.count, training):
         made = _graphed(pieces, made, transport)
     replicas.used(_in_order_of_use(made[0].local))
     wires = {(w.source % line.pp, w.target % line.pp) for piece in made for s in piece.stages for w in s.sends}
@@ -216,8 +216,7 @@ def stages(
 
 def _graphed(pieces: Pieces, made: tuple[Piece, ...], transport: Transport) -> tuple[Piece, ...]:
     """With kernels fused and in CUDA graphs, where a stage can be; micro-batches of one program share them."""
-    full = pieces.full
-    if full.sizes or full.mutations or not (transport.captures or not any(talks(p.local) for p in made)):
+    if not capturable(pieces.full, [piece.local for piece in made], transport):
         return made
     known: dict[str, Fused] = {}
     shared: dict[str, dict[int, Trips]] = {}
@@ -230,7 +229,7 @@ def _graphed(pieces: Pieces, made: tuple[Piece, ...], transport: Transport) -> t
                 fuse(module.graph, rows=True, known=known)
                 module.recompile()
             shared[digest] = {
-                s.index: Trips.of(module, len(s.weights), full.training, transport) for s, module in mine
+                s.index: Trips.of(module, len(s.weights), pieces.full.training, transport) for s, module in mine
             }
         out.append(replace(piece, trips=shared[digest]))
     return tuple(out)

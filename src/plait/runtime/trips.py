@@ -18,23 +18,29 @@ from plait.runtime.graphs import WARM_UP, Replay
 from plait.runtime.round_trip import RoundTrip
 from plait.runtime.transport import Transport
 
+Trip = RoundTrip | Replay
+
+
+def trip(module: fx.GraphModule, inputs: int, training: bool, transport: Transport, calls: int = 0) -> Trip:
+    """`inputs`: how many of what it is fed, the last, differ from call to call; `calls` have been."""
+    if training:
+        return RoundTrip(module, inputs, transport.backward, transport.group, calls)
+    return Replay(module, inputs, transport.group, calls)
+
 
 @dataclass
 class Trips:
-    make: Callable[[int], RoundTrip | Replay]  # of how many calls have been
-    made: list[RoundTrip | Replay] = field(default_factory=list)
+    make: Callable[[int], Trip]  # of how many calls have been
+    made: list[Trip] = field(default_factory=list)
 
     @classmethod
     def of(cls, module: fx.GraphModule, fixed: int, training: bool, transport: Transport) -> Trips:
         """`fixed`: how many of its inputs, the first ones, are weights."""
         inputs = len(module.graph.find_nodes(op="placeholder")) - fixed
-        if not training:
-            return cls(lambda calls: Replay(module, inputs, transport.group, calls))
-        trip = partial(RoundTrip, module, inputs, transport.backward, transport.group)
-        return cls(lambda calls: trip(calls))
+        return cls(partial(trip, module, inputs, training, transport))
 
     def __call__(self, feed: Sequence[Any]) -> tuple[Any, ...]:
-        free = next((trip for trip in self.made if not trip.open), None)
+        free = next((one for one in self.made if not one.open), None)
         if free is None:  # beside one that is captured nothing needs to warm up
             free = self.make(WARM_UP if self.made else 0)
             self.made.append(free)
