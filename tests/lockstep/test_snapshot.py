@@ -283,6 +283,20 @@ def test_what_is_not_a_change() -> None:
     assert not before.facts.changes(Snapshot.of(mine, {"mask"}, {"count"}).facts)
 
 
+def test_a_change_is_seen_after_an_assignment_that_was_none() -> None:
+    mine = model()
+    before = Snapshot.of(mine)
+    for _ in range(2):
+        mine.count, mine.settings.power = mine.count, 1
+        assert before.holds()
+    mine.settings.power = 2
+    assert not before.holds()
+    mine.settings.power = 1
+    assert before.holds()
+    mine.register_forward_hook(lambda *_: None)
+    assert not before.holds()
+
+
 def test_zero_has_a_sign_and_true_is_not_one() -> None:
     mine = nn.Module()
     mine.a, mine.b, mine.c = 0.0, 1, float("nan")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,13 +74,9 @@ class Executable:
     def __call__(self, weights: Mapping[str, Tensor], leaves: Sequence[Any], seed: Tensor) -> Any:
         """The user's outputs; mutated buffers in `weights` take their new values."""
         program = self.planned.program
-        changed = {m.weight for m in program.mutations}
-        feed = [
-            # what the call changes afterwards, autograd may have kept for the way back
-            value.clone() if share.weight.node in changed else value
-            for share in self.local.shares
-            for value in [weights[share.weight.name]]
-        ]
+        feed = [weights[name] for name in self._names]
+        for i in self._changed:
+            feed[i] = feed[i].clone()  # what the call changes afterwards, autograd may have kept for the way back
         feed += [
             x.to(self.device)
             for x, i in zip(leaves, program.inputs, strict=True)
@@ -89,13 +86,28 @@ class Executable:
             feed.append(seed)
         with torch.set_grad_enabled(torch.is_grad_enabled() and program.training):
             flat = self._run(feed)
-        with torch.no_grad():
-            by_node = {share.weight.node: share for share in self.local.shares}
-            for mutation in program.mutations:
-                share = by_node[mutation.weight]
-                weights[share.weight.name].copy_(share.of(flat[mutation.index], self.local.rank))
+        if program.mutations:
+            self._keep(flat, weights)
         values = [o.value if o.index is None else flat[o.index] for o in program.outputs]
         return pytree.tree_unflatten(values, program.out_spec)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return [share.weight.name for share in self.local.shares]
+
+    @cached_property
+    def _changed(self) -> list[int]:
+        """Which of the shares a call changes."""
+        changed = {m.weight for m in self.program.mutations}
+        return [i for i, share in enumerate(self.local.shares) if share.weight.node in changed]
+
+    def _keep(self, flat: Sequence[Any], weights: Mapping[str, Tensor]) -> None:
+        """The new values of buffers."""
+        by_node = {share.weight.node: share for share in self.local.shares}
+        with torch.no_grad():
+            for mutation in self.program.mutations:
+                share = by_node[mutation.weight]
+                weights[share.weight.name].copy_(share.of(flat[mutation.index], self.local.rank))
 
     def _run(self, feed: list[Tensor]) -> tuple[Any, ...]:
         with self.arena.in_use() if self.arena is not None else nullcontext():

@@ -34,7 +34,7 @@ def register(root: nn.Module, weight: Weight, value: Tensor) -> Callable[[], Ten
     """Put a weight where the model has it, under all its names; returns how to read it there."""
     if weight.kind == "constant":
         return lambda: value
-    places = []
+    places: list[Callable[[], Any]] = []
     for name in weight.names:
         *path, last = name.split(".")
         at = root
@@ -48,11 +48,5 @@ def register(root: nn.Module, weight: Weight, value: Tensor) -> Callable[[], Ten
         else:
             at.register_buffer(last, value, persistent=weight.persistent)
         table = at._parameters if weight.kind == "parameter" else at._buffers
-        places.append(partial(_read, table, last))
+        places.append(partial(table.__getitem__, last))
     return places[0]
-
-
-def _read(table: dict[str, Any], name: str) -> Tensor:
-    value = table[name]
-    assert isinstance(value, Tensor)
-    return value
