@@ -292,12 +292,16 @@ def calibrate(
     nproc: Annotated[list[int] | None, typer.Option(help="processes; may be repeated", min=2)] = None,
     seconds: Annotated[float, typer.Option(help="about how long", min=1)] = 100.0,
 ) -> None:
-    """Measure this machine's collectives, and keep it for every later prediction and choice."""
+    """Measure this machine's collectives, and its CUDA devices, and keep it for every later prediction and choice."""
+    import torch
+
     from plait.cluster import stored
-    from plait.runtime import calibrate as machine
+    from plait.runtime import calibrate as processes
+    from plait.runtime import calibrate_cuda as devices
 
     stored.make_room(stored.cache_folder())
-    found = machine.measure(*(nproc or ()), say=_say, seconds=seconds)
+    measure = devices.measure if torch.cuda.is_available() else processes.measure
+    found = measure(*(nproc or ()), say=_say, seconds=seconds)
     print(f"{found}\nkept in {stored.store(found)}")
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from plait.cluster import Cluster, Level, detect, presets, stored
 from plait.cluster.presets import BOXES, FABRICS
 from plait.cluster.stored import Calibration, Measured
 from plait.cluster.units import parse_size, spell_rate, spell_seconds, spell_size
+from plait.collectives.schedule import Spec
 from plait.cost.bound import bound
 from plait.cost.compute import attention_seconds, kernel_seconds
+from plait.cost.reading import native_spelling, readings
 from plait.errors import ClusterError, InputError, PlaitError
-from plait.runtime.calibrate import SQUARE, device_of
+from plait.runtime.calibrate import SQUARE, device_of, own
 
 SPELLINGS = [
     "dgx-h100[8]",
@@ -341,6 +344,44 @@ def test_what_was_measured_counts_unless_it_is_not_to(tmp_path, monkeypatch):
     assert stored.store(known) == tmp_path / "plait" / "calibration.json"
     assert Cluster.of(None).transports == known.cluster.transports
     assert Cluster.of(None, measured=False).transports == presets.make("loopback").transports
+
+
+def test_what_nccl_was_measured_to_take_prices_its_collectives(tmp_path, monkeypatch):
+    """Rows of devices that are slower than the preset, by more at the small end."""
+    preset = Cluster.preset("dgx-h200", 4)
+    sizes = [4**k for k in range(5, 15)]
+    rows = [
+        Measured(native_spelling(kind, n), size, 1.3 * seconds + 5e-6)
+        for kind in ("all_reduce", "all_gather")
+        for n in (2, 4)
+        for size in sizes
+        for seconds in [native(kind, preset.subset(range(n)), size)]
+    ]
+    found = own(rows, preset, "nccl", "by hand")
+    assert found.error < 0.05, str(found)
+    for row in rows:
+        spec = Spec.parse(row.spelling)
+        part = found.cluster.subset(range(spec.n))
+        assert native(spec.collective, part, row.nbytes) == pytest.approx(row.seconds, rel=0.2)
+    assert native("broadcast", found.cluster, 2**20) == native("broadcast", preset, 2**20)
+
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=1 << 37, multi_processor_count=132, major=9)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    here = replace(detect(), transports=found.cluster.transports)
+    stored.store(replace(found, cluster=here))
+    assert detect() == here != detect(measured=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert detect() == detect(measured=False)
+
+
+def native(kind, cluster, size):
+    """Seconds of NCCL's own collective in a CUDA graph."""
+    graphed = cluster.with_launch(0.0)
+    return min(r.seconds(size) for _, r in readings(kind, graphed, "native", "nccl"))
 
 
 def test_processes_share_the_memory_of_the_machine_at_hand(monkeypatch):

@@ -140,8 +140,8 @@ def names() -> tuple[str, ...]:
 
 
 def detect(measured: bool = True, processes: int = 1) -> Cluster:
-    """The machine at hand: its GPUs as torch sees them, else the loopback of this host, as
-    `plait calibrate` last measured it if that is to count, and its memory shared by so many `processes`."""
+    """The machine at hand, as `plait calibrate` last measured it if that is to count: its GPUs as torch sees
+    them, else the loopback of this host, its memory shared by so many `processes`."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -150,6 +150,9 @@ def detect(measured: bool = True, processes: int = 1) -> Cluster:
         host = known.cluster if known else replace(make("loopback"), name="loopback" + FOUND)
         return replace(host, device=replace(host.device, memory=host_memory() // processes))
     found = torch.cuda.get_device_properties(0)
+    known = recall(torch.__version__, kind="cuda") if measured else None
+    if known and (known.cluster.size, known.cluster.device.name) == (count, found.name):
+        return known.cluster
     peers = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, count))
     box = _box_like(found.major, found.total_memory, peers)
     device = replace(

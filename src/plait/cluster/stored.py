@@ -1,6 +1,7 @@
 """Calibrations: what a machine measured of itself, kept in the user's cache and found again.
 
-    CACHE/plait/calibration.json    CACHE is XDG_CACHE_HOME or ~/.cache
+    CACHE/plait/calibration.json         of the processes of this host; CACHE is XDG_CACHE_HOME or ~/.cache
+    CACHE/plait/calibration-cuda.json    of its CUDA devices
     date, host, torch, method, rows, constants, fit error
 
 Nothing but `detect` reads it, and it says so in the cluster's `source`.
@@ -42,21 +43,29 @@ class Calibration:
     worst_at: str = ""  # the algorithm and size of the worst
 
     def __str__(self) -> str:
+        known = sum(len(by.measured) for by in self.cluster.transports)
+        fitted = (
+            f"fit of {known} algorithms over {len(self.rows)} rows: mean error {self.error:.1%}, worst {self.worst:.1%}"
+            + (f" ({self.worst_at})" if self.worst_at else "")
+        )
+        rates = self._device() if self.cluster.device.kind == "cuda" else self._path()
+        first = f"{self.host}, {self.date}, torch {self.torch}: {self.method}"
+        return "\n".join((first, rates, *([fitted] if self.rows else ["one device: no collectives"])))
+
+    def _path(self) -> str:
         level, by = self.cluster.levels[0], self.cluster.transports[0]
         path = by.protocols[0]
-        return "\n".join(
-            (
-                f"{self.host}, {self.date}, torch {self.torch}: {self.method}",
-                f"path: {spell_seconds(level.latency)} a step, "
-                f"{spell_seconds(path.message)} a message, "
-                f"{spell_rate(level.bandwidth * path.share)} a port, "
-                f"{spell_rate((level.total or 0) * path.share)} together, additions at "
-                f"{spell_rate(1 / by.add) if by.add else 'no cost'}",
-                f"fit of {len(by.measured)} algorithms over {len(self.rows)} rows: mean error "
-                f"{self.error:.1%}, worst {self.worst:.1%}"
-                + (f" ({self.worst_at})" if self.worst_at else ""),
-            )
+        return (
+            f"path: {spell_seconds(level.latency)} a step, {spell_seconds(path.message)} a message, "
+            f"{spell_rate(level.bandwidth * path.share)} a port, {spell_rate((level.total or 0) * path.share)} "
+            f"together, additions at {spell_rate(1 / by.add) if by.add else 'no cost'}"
         )
+
+    def _device(self) -> str:
+        device = self.cluster.device
+        best = max(tile.share for tile in device.tiles)
+        rates = ", ".join(f"{name} {best * flops / 1e12:.0f} Tflop/s" for name, flops in device.flops)
+        return f"{device.name}: long matmuls {rates}, memory {spell_rate(device.bandwidth * device.memory_share)}"
 
     def to_json(self) -> str:
         data = asdict(self) | {"cluster": json.loads(self.cluster.to_json())}
@@ -96,13 +105,13 @@ def make_room(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
 
 
-def path() -> Path:
-    return cache_folder() / "calibration.json"
+def path(kind: str = "cpu") -> Path:
+    return cache_folder() / ("calibration.json" if kind == "cpu" else f"calibration-{kind}.json")
 
 
 def store(calibration: Calibration, where: Path | None = None) -> Path:
     """Keep it in place of an older one of the same machine."""
-    where = where or path()
+    where = where or path(calibration.cluster.device.kind)
     with keeping(where.parent):
         where.parent.mkdir(parents=True, exist_ok=True)
         fresh = where.with_suffix(".new")
@@ -111,9 +120,9 @@ def store(calibration: Calibration, where: Path | None = None) -> Path:
     return where
 
 
-def recall(torch_version: str, where: Path | None = None) -> Calibration | None:
+def recall(torch_version: str, where: Path | None = None, kind: str = "cpu") -> Calibration | None:
     """This host's calibration by this torch, if there is one that can be read."""
-    where = where or path()
+    where = where or path(kind)
     try:
         found = Calibration.from_json(where.read_text())
     except (OSError, ValueError, KeyError, TypeError):

@@ -48,6 +48,7 @@ from plait.runtime.processes import launch, world
 
 Say = Callable[[str], None]
 Floats = NDArray[np.float64]
+Job = tuple[str, int]  # a spelling, bytes
 
 SQUARE = 1024  # rows and columns of the matmuls by which a device is rated
 SIZES = tuple(4**k for k in range(5, 13))  # 1 KiB to 16 MiB
@@ -61,52 +62,53 @@ def measure(*nprocs: int, say: Say = print, seconds: float = 80.0) -> Calibratio
     rows: list[Measured] = []
     for done, nproc in enumerate(counts):
         say(f"calibrate: {nproc} processes ({done + 1} of {len(counts)})")
-        rows += _collectives(nproc, seconds / len(counts))
+        rows += collectives(_worker, nproc, seconds / len(counts))
     return conclude(rows, device)
 
 
 def conclude(rows: Sequence[Measured], device: Device) -> Calibration:
     """The cluster that explains the rows; pure but for the date and the host's name."""
-    cluster = _cluster(rows, device)
-    gloo = cluster.transports[0]
+    return own(rows, _cluster(rows, device), "gloo", METHOD)
+
+
+def own(rows: Sequence[Measured], cluster: Cluster, name: str, method: str) -> Calibration:
+    """The cluster with protocols of its own for everything in `rows`, which the transport of this name ran."""
+    by = cluster.transport(name)
     errors: dict[str, float] = {}
     known = []
-    for spelling, table in _tables(rows).items():
+    for spelling, table in by_spelling(rows).items():
         spec = Spec.parse(spelling)
-        alone = replace(
-            gloo, protocols=(BARE,), internal=(("ring", BARE),), fused=True, measured=()
-        )
-        part = replace(cluster.subset(range(spec.n)), transports=(alone,))
-        name = "native" if spec.algorithm == "native" else spelling
-        bare = readings(spec.collective, part, name, root=spec.root)[0][1]
-        found = fit(table, bare.path.lines, "measured")
+        bare = replace(by, protocols=(BARE,), internal=(("ring", BARE),), fused=True, launch=0.0, measured=())
+        part = replace(cluster.subset(range(spec.n)), transports=(bare,))
+        algorithm = "native" if spec.algorithm == "native" else spelling
+        alone = readings(spec.collective, part, algorithm, root=spec.root)[0][1]
+        found = fit(table, alone.path.lines, "measured")
         known.append((spelling, found.protocols))
         at = (f"{spelling} {spell_size(size)}" for size, _ in table)
         errors |= zip(at, map(abs, found.errors), strict=True)
-    worst_at = max(errors, key=errors.__getitem__)
+    worst_at = max(errors, key=errors.__getitem__, default="")
     now = datetime.now(UTC).isoformat(timespec="seconds")
+    transports = (replace(t, measured=tuple(known)) if t is by else t for t in cluster.transports)
+    source = f"measured {now} on {platform.node()}, torch {torch.__version__}: {method}"
     return Calibration(
-        replace(
-            cluster,
-            transports=(replace(gloo, measured=tuple(known)),),
-            source=f"measured {now} on {platform.node()}, torch {torch.__version__}: {METHOD}",
-        ),
+        replace(cluster, transports=tuple(transports), source=source),
         date=now,
         host=platform.node(),
         torch=torch.__version__,
-        method=METHOD,
-        error=float(np.mean(list(errors.values()))),
-        worst=errors[worst_at],
+        method=method,
+        error=float(np.mean([*errors.values()])) if errors else 0.0,
+        worst=errors.get(worst_at, 0.0),
         rows=tuple(rows),
         worst_at=worst_at,
     )
 
 
-def _tables(rows: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
-    tables: dict[str, list[tuple[float, float]]] = {}
+def by_spelling(rows: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
+    """Sizes and seconds, by spelling."""
+    found: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        tables.setdefault(row.spelling, []).append((float(row.nbytes), row.seconds))
-    return tables
+        found.setdefault(row.spelling, []).append((float(row.nbytes), row.seconds))
+    return found
 
 
 # --- the device ----------------------------------------------------------------------------------
@@ -156,25 +158,31 @@ def _best(run: Callable[[], object], times: int = 7) -> float:
 # --- the collectives -----------------------------------------------------------------------------
 
 
-def _collectives(nproc: int, seconds: float) -> list[Measured]:
+def collectives(worker: Callable[[str, float], None], nproc: int, seconds: float) -> list[Measured]:
+    """What `worker`, started in so many processes, keeps."""
     with TemporaryDirectory(prefix="plait-calibrate-") as folder:
         out = Path(folder) / "rows.json"
-        launch(_worker, nproc, str(out), seconds)
+        launch(worker, nproc, str(out), seconds)
         return [Measured(**row) for row in json.loads(out.read_text())]
 
 
 def _worker(out: str, seconds: float) -> None:
     torch.set_num_threads(1)
     world("gloo")
-    n, rank = dist.get_world_size(), dist.get_rank()
+    n = dist.get_world_size()
     # by size: after a call of 16 MiB one of 1 KiB finds its caches cold, and takes twice as long
     jobs = [(s, size) for size in SIZES for s in spellings(n)]
-    samples: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
+    keep(in_turns(jobs, _once, seconds), out)
+
+
+def in_turns(jobs: Sequence[Job], once: Callable[[str, int], float], seconds: float) -> list[Measured]:
+    """`once` tells the seconds of a call on this rank; as many rounds of all jobs as `seconds` allow."""
+    samples: dict[Job, list[float]] = {job: [] for job in jobs}
     begin = time.perf_counter()
     turns = ((turn, i) for turn in range(_ROUNDS + 1) for i in range(len(jobs)))
-    with _bar(rank) as show:
+    with _bar(dist.get_rank()) as show:
         for turn, i in turns:
-            took = _once(*jobs[i])
+            took = once(*jobs[i])
             passed = (time.perf_counter() - begin) / seconds
             slowest = torch.tensor([took, passed], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -182,11 +190,15 @@ def _worker(out: str, seconds: float) -> None:
             show(max(passed, (turn + i / len(jobs)) / (_ROUNDS + 1)))
             if turn and slowest[1] > 1:  # all ranks see the same clock, and stop together
                 break
-    if rank == 0:
-        rows = [
-            Measured(spelling, size, _quartile(found[1:] or found))  # the first warms up
-            for (spelling, size), found in samples.items()
-        ]
+    return [
+        Measured(spelling, size, _quartile(found[1:] or found))  # the first warms up
+        for (spelling, size), found in samples.items()
+    ]
+
+
+def keep(rows: Sequence[Measured], out: str) -> None:
+    """For the process that started the workers."""
+    if dist.get_rank() == 0:
         Path(out).write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
 
@@ -240,7 +252,7 @@ def _once(spelling: str, nbytes: int) -> float:
 def _cluster(rows: Sequence[Measured], device: Device) -> Cluster:
     """The loopback preset with this host's latency, rates, and cost of messages and additions."""
     plain = make("loopback")
-    tables = {s: t for s, t in _tables(rows).items() if Spec.parse(s).algorithm != "native"}
+    tables = {s: t for s, t in by_spelling(rows).items() if Spec.parse(s).algorithm != "native"}
     ceilings = _ceilings(tables)
 
     def machine(logs: Floats) -> Cluster:

@@ -76,16 +76,16 @@ class Stopwatch:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run(2)
-            once = _between(lambda: run(1))
+            once = between(lambda: run(1))
             count = max(2, min(32, int(LENGTH / once)))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 run(count)
             graph.replay()
-            return median(_between(graph.replay) for _ in range(SAMPLES)) / count
+            return median(between(graph.replay) for _ in range(SAMPLES)) / count
 
 
-def _between(run: Callable[[], object]) -> float:
+def between(run: Callable[[], object]) -> float:
     """Seconds on the device."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
