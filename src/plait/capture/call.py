@@ -69,7 +69,7 @@ class Call:
         return replace(self, dims=dims, ranges={n: r for n, r in self.ranges.items() if n not in names})
 
     def example(self, model: torch.nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) to trace with: on the model's device where either is meta."""
+        """(args, kwargs) to trace with: on the model's device."""
         device = _device(model)
         leaves = [
             _example(x, device, dims) if isinstance(x, torch.Tensor) else x
@@ -129,15 +129,16 @@ def _bind(model: torch.nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _device(model: torch.nn.Module) -> torch.device | None:
-    """meta if the model has a meta tensor; else that of its first one."""
+    """meta if the model has a meta tensor; else that of all its tensors, None where there is none such."""
     if on_meta(model):
         return torch.device("meta")
-    return next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    found = {t.device for t in (*model.parameters(), *model.buffers())}
+    return found.pop() if len(found) == 1 else None
 
 
 def _example(x: torch.Tensor, device: torch.device | None, dims: dict[int, str]) -> torch.Tensor:
     fake = isinstance(x, FakeTensor)
-    moved = device is not None and x.device != device and "meta" in (x.device.type, device.type)
+    moved = device is not None and x.device != device  # a program runs on its rank's device, whatever stood where
     small = [d for d in dims if x.shape[d] < 2]  # sizes 0 and 1 would be taken as constants
     if not (fake or moved or small):
         return x

@@ -17,7 +17,7 @@ import hashlib
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, eq, is_
@@ -83,20 +83,24 @@ class Snapshot:
 class _Flat:
     """Everything that was walked, as the same objects one after another."""
 
-    dicts: list[dict[Any, Any]]
+    dicts: InitVar[list[dict[Any, Any]]]
     lists: list[list[Any]]
     sets: list[set[Any]]
     large: list[Any]
     parameters: list[Tensor]
     tensors: list[Tensor]
-    versions: list[int] = field(init=False)  # of `dicts`: other ones after each assignment, even of the same value
+    versions: list[int] = field(init=False)  # of `filled`: other ones after each assignment, even of the same value
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, dicts: list[dict[Any, Any]]) -> None:
+        self.empty = [d for d in dicts if not d]  # most: hooks that nobody has registered
+        self.filled = [d for d in dicts if d]
         self.versions = self._versions()
         self.entries, self.rest = [*self._entries()], [*self._rest()]
         self.members = [set(s) for s in self.sets]
 
     def unchanged(self) -> bool:
+        if any(self.empty):
+            return False
         versions = self._versions()
         if versions != self.versions:
             if not _alike(self._entries(), self.entries):
@@ -105,12 +109,12 @@ class _Flat:
         return _alike(self._rest(), self.rest) and all(map(eq, self.sets, self.members))
 
     def _versions(self) -> list[int]:
-        return [*map(dict_version, self.dicts)]
+        return [*map(dict_version, self.filled)]
 
     def _entries(self) -> Iterator[list[Any]]:
-        yield [*map(len, self.dicts)]
-        yield [*chain.from_iterable(self.dicts)]
-        yield [*chain.from_iterable(map(dict.values, self.dicts))]
+        yield [*map(len, self.filled)]
+        yield [*chain.from_iterable(self.filled)]
+        yield [*chain.from_iterable(map(dict.values, self.filled))]
 
     def _rest(self) -> Iterator[list[Any]]:
         yield [*map(len, self.lists), *map(len, self.large)]
