@@ -22,6 +22,7 @@ from plait.passes import rings
 from plait.passes.buckets import bucket
 from plait.passes.grouped import group
 from plait.passes.meanwhile import pay
+from plait.passes.overlap.places import prove
 from plait.passes.partition import BACK, Local
 from plait.plan import owed
 from plait.plan.direct import routes
@@ -183,6 +184,9 @@ def executable(
     local = planned.local(transport.rank)
     if arena is None and device.type == "cuda":
         arena = transport.arena
+    woven = any(site.of for site in local.sites.values())
+    if woven:
+        prove(local, planned.program.training)
     direct, workspace = _direct(planned, local, transport, device, arena)
     algorithms = {p.name: p.algorithm for p in planned.plan.collectives}
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
@@ -193,7 +197,7 @@ def executable(
         how = algorithms.get(f"{of[0]}{BACK}", "native")
         root[name] = BucketModule([local.sites[s] for s in of], transport, how)
     alone = _fresh(local.graph)
-    beside = Beside.of(transport, device) if any(s.of for s in local.sites.values()) else None
+    beside = Beside.of(transport, device) if woven else None
     root |= modules(local.sites, beside or transport, algorithms, alone if beside is None else ())
     place(local.graph, device)
     patterns = patterns_of(planned.program)

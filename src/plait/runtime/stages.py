@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from plait.passes import late
 from plait.passes.microbatch import WHOLE_COPY
 from plait.passes.overlap.check import closed
+from plait.passes.overlap.places import prove
 from plait.passes.partition import SEED, Local
 from plait.passes.pipeline import Stage, Wire, numbered, split, stage_of
 from plait.passes.schedule import Schedule
@@ -192,6 +193,9 @@ def stages(
         _piece(pieces, planned, transport, line, device, apart) for planned in pieces.planned
     )
     staged, training = pieces.staged, pieces.full.training
+    woven = {p.program.digest: piece for p, piece in zip(pieces.planned, made, strict=True) if p.chosen}
+    for piece in woven.values():
+        prove(piece.local, training)
     if device.type == "cuda" and as_graphs(staged.schedule, staged.recompute, replicas.count, training):
         made = _graphed(pieces, made, transport)
     replicas.used(_in_order_of_use(made[0].local))

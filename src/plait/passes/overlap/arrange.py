@@ -18,21 +18,25 @@ from plait.passes.overlap.regions import Region
 
 def arranged(graph: fx.Graph, chosen: Sequence[Region]) -> list[fx.Node] | None:
     """The nodes in an order in which every region stands in one piece; None where there is none."""
-    owner = {node: region.nodes for region in chosen for node in region.nodes}
-    units = {node: owner.get(node, (node,)) for node in graph.nodes}
-    waiting = {u: {units[i] for n in u for i in n.all_input_nodes} - {u} for u in units.values()}
-    readers: dict[tuple[fx.Node, ...], list[tuple[fx.Node, ...]]] = {u: [] for u in waiting}
-    for unit, needs in waiting.items():
+    units: list[tuple[fx.Node, ...]] = [region.nodes for region in chosen]
+    number = {node: i for i, nodes in enumerate(units) for node in nodes}
+    for node in graph.nodes:
+        if node not in number:
+            number[node] = len(units)
+            units.append((node,))
+    waiting = [{number[i] for n in nodes for i in n.all_input_nodes} - {u} for u, nodes in enumerate(units)]
+    readers: list[list[int]] = [[] for _ in units]
+    for unit, needs in enumerate(waiting):
         for other in needs:
             readers[other].append(unit)
     at = {node: i for i, node in enumerate(graph.nodes)}
-    first = {unit: (unit[0].op != "placeholder", unit[0].op == "output", at[unit[0]]) for unit in waiting}
-    ready = [(first[u], u) for u, needs in waiting.items() if not needs]
+    first = [(nodes[0].op != "placeholder", nodes[0].op == "output", at[nodes[0]]) for nodes in units]
+    ready = [(first[unit], unit) for unit, needs in enumerate(waiting) if not needs]
     heapq.heapify(ready)
     out: list[fx.Node] = []
     while ready:
         _, unit = heapq.heappop(ready)
-        out += unit
+        out += units[unit]
         for reader in readers[unit]:
             waiting[reader].discard(unit)
             if not waiting[reader]:

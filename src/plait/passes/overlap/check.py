@@ -5,8 +5,10 @@ same one, a receive needs its send. What cannot advance any more is a deadlock. 
 clock, for every stream of every rank the last line that is certain to be over before it (vector
 clocks; Lamport, Fidge, Mattern), and from the clocks follows:
 
+    every launch, value and event is one of its kind, and a wait is begun by the host after its record: a stream
+        that is told to wait for an event that nothing has recorded yet goes on
     a reader comes after the one that wrote its value
-    a slot is written only after all readers of what lies in it
+    a slot is written only after all readers of what lies in it, of views too
     any two ranks do the collectives that they share in one order, whatever the streams do; and ranks of one
         group send and receive at the same places between these
     what is sent is received, once
@@ -22,14 +24,24 @@ to its end is that one order of all collectives and messages, of all groups, is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from torch import fx
 
 from plait.errors import ScheduleError
-from plait.passes.overlap.schedule import COMPUTE, SEND, Launch, Record, Schedule, Wait, slot
+from plait.passes.overlap.schedule import (
+    COMPUTE,
+    SEND,
+    Launch,
+    Record,
+    Schedule,
+    Wait,
+    slot,
+    views_of,
+)
 
 Stream = tuple[int, str]  # (rank, stream)
 Clock = dict[Stream, int]
@@ -37,6 +49,9 @@ Clock = dict[Stream, int]
 
 def check(schedules: Sequence[Schedule]) -> None:
     """ScheduleError with every fault of the schedules of ranks 0, 1, ...; None if there is none."""
+    faults = [fault for rank, schedule in enumerate(schedules) for fault in _malformed(rank, schedule)]
+    if faults:
+        raise ScheduleError("\n".join(faults))
     run = _Run(schedules)
     faults = run.go()
     for rank, schedule in enumerate(schedules):
@@ -47,6 +62,30 @@ def check(schedules: Sequence[Schedule]) -> None:
     faults += [f"rank {a}: {name} is sent to rank {b}, and not received" for a, b, name in run.underway]
     if faults:
         raise ScheduleError("\n".join(faults))
+
+
+def _malformed(rank: int, schedule: Schedule) -> Iterator[str]:
+    """What no run of the streams can mend."""
+    launches = schedule.launches
+    written = Counter(value for x in launches for value in x.writes)
+    several = [f"launches of {name}" for name, count in Counter(x.key for x in launches).items() if count > 1]
+    several += [f"writers of {value}" for value, count in written.items() if count > 1]
+    recorded = set[str]()
+    for item in schedule.items:
+        if isinstance(item, Record):
+            several += [f"records of {item.event}"] * (item.event in recorded)
+            recorded.add(item.event)
+        elif isinstance(item, Wait) and item.event not in recorded:
+            yield f"rank {rank}: `{item}` is begun before anything recorded {item.event}"
+    for what in several:
+        yield f"rank {rank}: there are several {what}"
+    for value in sorted(written.keys() & schedule.given):
+        yield f"rank {rank}: {value} is given, and written too"
+    for x in launches:
+        if x.message and len(x.ranks) != 1:
+            yield f"rank {rank}: `{x}` has {len(x.ranks)} ranks at its other end; a message has one"
+        elif x.collective and not x.message and rank not in x.ranks:
+            yield f"rank {rank}: `{x}` is a collective of other ranks"
 
 
 @dataclass
@@ -129,7 +168,8 @@ class _Run:
         there = {s: self._head(s) for s in self.lines if s[0] in line.ranks}
         met = {
             s for s, head in there.items()
-            if isinstance(head, Launch) and (head.name, head.collective) == (line.name, line.collective)
+            if isinstance(head, Launch)
+            and (head.name, head.collective, head.ranks) == (line.name, line.collective, line.ranks)
         }  # fmt: skip
         if {rank for rank, _ in met} != set(line.ranks):
             return False
@@ -165,6 +205,7 @@ def _values(rank: int, schedule: Schedule, run: _Run) -> list[str]:
     """Readers after writers, and slots free before they are written again."""
     writer = {value: launch.key for launch in schedule.launches for value in launch.writes}
     readers: dict[str, list[str]] = {value: [] for value in writer}
+    views = {value: launch for launch in schedule.launches if views_of(launch) for value in launch.writes}
     faults = []
     for launch in schedule.launches:
         for value in launch.reads:
@@ -176,16 +217,19 @@ def _values(rank: int, schedule: Schedule, run: _Run) -> list[str]:
                 faults.append(f"rank {rank}: {launch.key} may read {value} before {writer[value]} wrote it")
             else:
                 readers[value].append(launch.key)
+    for value, launch in reversed(views.items()):  # views of views first
+        for seen in views_of(launch):
+            readers.get(seen, []).extend(readers[value])
     latest: dict[str, str] = {}
     for value in writer:
-        where = slot(value)
+        where = None if value in views else slot(value)
         if where is None:
             continue
         old = latest.get(where)
         users = [writer[old], *readers[old]] if old is not None else []
         faults += [
             f"rank {rank}: {writer[value]} writes {where} while {user} may still use {old} in it"
-            for user in users
+            for user in dict.fromkeys(users)
             if not run.before(rank, user, writer[value])
         ]
         latest[where] = value

@@ -7,15 +7,19 @@
 A message has one name at both ends, its number and the action that reads it (`3:1F0`: wire 3). The mirror image has
 the nodes that autograd runs, in its order: that of the program, reversed, with the dual of every move, of which a
 wait is a start and a start a wait (runtime/streams.py). Its values are gradients; what the forward kept is there.
+
+`prove` asks of a program alone, there and back, before it runs; what is asked of all actions of a pipeline together
+follows from that and from the order of actions (passes/schedule.py), and is held by tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
+from plait.passes.overlap.check import check, closed
 from plait.passes.overlap.schedule import RECEIVE, SEND, Schedule, message, schedule
 from plait.passes.partition import Local, Site
 from plait.passes.pipeline import Stage, Wire, numbered
@@ -25,6 +29,13 @@ from plait.rules.moves import Step
 
 Piece = Sequence[tuple[Local, Sequence[Stage]]]  # of a micro-batch: every rank's program, and its stages
 Name = Callable[[Wire, int, Action], tuple[int, str]]  # of a message, the other stage and the reader: rank and name
+
+
+def prove(local: Local, training: bool) -> None:
+    """ScheduleError with every fault of a woven program, which all ranks run: two stand for any number."""
+    closed(local.graph, "the program")
+    for way in (local, mirrored(local)) if training else (local,):
+        check([schedule(way, 2)] * 2)
 
 
 def schedules(order: Order, pieces: Sequence[Piece]) -> list[Schedule]:
@@ -70,17 +81,42 @@ def _backward(local: Local, stage: Stage, action: Action, told: Name) -> Local:
     for wire, value in _sent(stage) if action.kind != "W" else ():
         got = graph.call_function(message, (RECEIVE, *told(wire, wire.target, action)))
         ends.setdefault(value, []).append(got)
-    for node in reversed(stage.graph.nodes):
-        grads = [*ends.get(node, ()), *(made[u] for u in node.users if u in made)]
+    for node, grads in _gradients(stage.graph, ends, made):
         if node in came:
             if action.kind != "W":
                 maker = came[node].source
                 reader = Action(maker, action.kind, action.piece)
                 graph.call_function(message, (SEND, *told(came[node], maker, reader), *grads))
-        elif node.op == "call_function" and action.kind != "W":
-            made[node] = graph.call_function(node.target, tuple(grads))
+        elif callable(node.target):
+            if action.kind != "W":
+                made[node] = graph.call_function(node.target, tuple(grads))
         elif node.op == "call_module" and ((node in weights) == (action.kind == "W") or action.kind == "B"):
-            made[node] = graph.call_module(_dual(str(node.target)), tuple(grads))
+            made[node] = graph.call_module(_dual(node.target), tuple(grads))
+    return _with_duals(local, graph)
+
+
+def mirrored(local: Local) -> Local:
+    """The way back of a whole program, of gradients of its outputs that are given."""
+    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    (output,) = local.graph.find_nodes(op="output")
+    ends = {value: [graph.placeholder(f"grad_{value.name}")] for value in output.all_input_nodes}
+    for node, grads in _gradients(local.graph, ends, made):
+        if callable(node.target):
+            made[node] = graph.call_function(node.target, tuple(grads))
+        elif node.op == "call_module":
+            made[node] = graph.call_module(_dual(node.target), tuple(grads))
+    return _with_duals(local, graph)
+
+
+def _gradients(
+    graph: fx.Graph, ends: Mapping[fx.Node, Sequence[fx.Node]], made: Mapping[fx.Node, fx.Node]
+) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
+    """The nodes as autograd comes to them, each with the gradients of it that are there: of `ends`, and `made`."""
+    for node in reversed(graph.nodes):
+        yield node, [*ends.get(node, ()), *(made[u] for u in node.users if u in made)]
+
+
+def _with_duals(local: Local, graph: fx.Graph) -> Local:
     return replace(local, graph=graph, sites={name: _back(site) for name, site in local.sites.items()})
 
 

@@ -10,8 +10,9 @@
     compute: add_4:0:1F2 = send[8](add_4) ->
 
 A stream runs its lines in order; between streams only events order anything. A value in `s0:` lies in
-slot 0 of the buffers that transfers write, which are used again as soon as the program allows; the
-proof that nobody still reads a slot is check.py's, not this module's.
+slot 0 of the buffers that transfers write, which are used again as soon as the program allows; what compute makes of
+it in the same slot is a view (`s0+s2:` may be one of either). The proof that nobody still reads a slot is check.py's,
+not this module's.
 """
 
 from __future__ import annotations
@@ -116,9 +117,17 @@ class Schedule:
 
 
 def slot(value: str) -> str | None:
-    """The buffer in which a value lies, if it is one that is used again."""
-    found = re.fullmatch(r"(s\d+):.*", value)
+    """The buffer in which a value lies, if it is one that is used again: several for a view of one of them."""
+    found = re.fullmatch(r"(s\d+(?:\+s\d+)*):.*", value)
     return found[1] if found else None
+
+
+def views_of(launch: Launch) -> list[str]:
+    """The values that what it writes is a view of, or may be: those that lie in its slot."""
+    if launch.collective or not launch.writes:
+        return []
+    there = set((slot(launch.writes[0]) or "").split("+"))
+    return [value for value in launch.reads if there.intersection((slot(value) or "none").split("+"))]
 
 
 def schedule(local: Local, n: int, first: int = 0) -> Schedule:
@@ -188,11 +197,16 @@ class _Writer:
 
     def _launch(self, stream: str, node: fx.Node, name: str, kind: str) -> None:
         reads = tuple(dict.fromkeys(self.names[i] for i in node.all_input_nodes if i in self.names))
-        out = f"s{self._slot(node)}:{name}" if stream == COMM else node.name
+        out = f"s{self._slot(node)}:{name}" if stream == COMM else self._own(node, reads)
         self.names[node] = out
         self.items.append(
             Launch(stream, name, reads, (out,), kind, self.ranks if kind else ())
         )
+
+    def _own(self, node: fx.Node, reads: tuple[str, ...]) -> str:
+        """The name of what compute makes: in the slots of what it may be a view of."""
+        slots = [part for value in reads for part in (slot(value) or "").split("+") if part]
+        return f"{'+'.join(dict.fromkeys(slots))}:{node.name}" if slots and _aliases(node) else node.name
 
     def _record(self, stream: str) -> str:
         event = f"e{self.events}"
@@ -259,4 +273,5 @@ def _names(text: str) -> tuple[str, ...]:
 
 __all__ = [
     "COMM", "COMPUTE", "RECEIVE", "SEND", "Launch", "Record", "Schedule", "Wait", "message", "schedule", "slot",
+    "views_of",
 ]  # fmt: skip
