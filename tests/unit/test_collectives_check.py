@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait.collectives import COLLECTIVES, Schedule, Transfer, build, names, prove
 from plait.collectives.check import Orders, run_programs
-from plait.collectives.posting import Add, Done, Recv, Send, Wait, compile_rank
+from plait.collectives.posting import Add, Copy, Done, Recv, Send, Wait, compile_rank
 from plait.errors import ScheduleError
 
 SLOW = settings(max_examples=60)
@@ -283,7 +283,7 @@ def test_adding_before_the_wait_is_refused() -> None:
     schedule, wrong = programs("ring[3]")
     wait = next(i for i in wrong[0] if isinstance(i, Wait))
     wrong[0].remove(wait)
-    with pytest.raises(ScheduleError, match="rank 0, step 0, chunk 1: is used before"):
+    with pytest.raises(ScheduleError, match="rank 0, step 0, chunk 1: is not there in slot 0"):
         run_programs(schedule, wrong, Orders())
 
 
@@ -329,6 +329,51 @@ def test_receiving_in_another_order_than_it_was_sent_is_refused() -> None:
     wrong[0][a], wrong[0][b] = second, first
     with pytest.raises(ScheduleError, match="receives from rank 2 in another order"):
         run_programs(schedule, wrong, Orders())
+
+
+def mutants(program: Sequence[object]) -> Iterator[tuple[str, list[object]]]:
+    """Every instruction left out, doubled, behind the next one, or with another place or operand."""
+    for i, line in enumerate(program):
+        before, rest = [*program[:i]], [*program[i + 1 :]]
+        yield f"{line} left out", [*before, *rest]
+        yield f"{line} doubled", [*before, line, line, *rest]
+        if rest:
+            yield f"{line} late", [*before, rest[0], line, *rest[1:]]
+        if isinstance(line, Recv):
+            for slot in {None, 0, 1} - {line.slot}:
+                yield f"{line} into {slot}", [*before, replace(line, slot=slot), *rest]
+        if isinstance(line, Copy):
+            yield f"{line} from another slot", [*before, replace(line, slot=line.slot + 1), *rest]
+        if isinstance(line, Add):
+            yield f"{line} turned", [*before, replace(line, left=line.right, right=line.left), *rest]
+            into = "sum" if line.into == "mine" else "mine"
+            yield f"{line} into {into}", [*before, replace(line, into=into), *rest]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["ring[3]", "tree[3]", "one_shot[3]", "two_shot[3]", "recursive_doubling[2]", "halving_doubling[4]",
+     "parameter_server[3]", "all_gather ring[3]", "reduce_scatter ring[3]", "broadcast binomial[4]"],
+)  # fmt: skip
+def test_a_fault_in_a_program_is_refused_or_changes_nothing(spelling: str) -> None:
+    """Whoever takes a mutant must end with the values that the steps promise, and with nothing left open."""
+    schedule, right = programs(spelling)
+    orders = Orders()
+    wanted = run_programs(schedule, right, orders)
+    ends = {cell for cell in wanted if schedule.ends_with(*cell)}
+    refused = 0
+    for rank in range(schedule.n):
+        for what, program in mutants(right[rank]):
+            try:
+                ended = run_programs(schedule, [*right[:rank], program, *right[rank + 1 :]], orders)
+            except ScheduleError:
+                refused += 1
+                continue
+            if any(ended.get(cell) != wanted[cell] for cell in ends):
+                refused += 1  # by the comparison that a proof ends with
+                continue
+            assert " late" in what or " into " in what or " turned" in what, f"rank {rank}: {what} passes"
+    assert refused > 20
 
 
 def test_sums_take_their_operands_in_order_of_rank() -> None:

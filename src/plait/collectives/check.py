@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 from plait.collectives.algorithms import schedule_of
 from plait.collectives.posting import (
@@ -258,6 +258,8 @@ def run_programs(
         first = _message(stuck[0])
         text = f"deadlock: the ranks wait for each other in {waits}"
         raise _error(schedule, first.target, first.step, first.chunks[0], text)
+    for ended in ranks:
+        ended.end()
     _channels(schedule, programs)
     return {(rank.rank, chunk): v for rank in ranks for chunk, v in rank.memory.items()}
 
@@ -281,15 +283,14 @@ class _Rank:
         self.coming: dict[int, Message] = {}  # receives that may still write
         self.slots: dict[int, dict[int, Value | None]] = {}  # place -> chunk -> value, once there
         self.sum: dict[int, list[Value]] = {}
-        self.expected: dict[Message, int | None] = {}
+        self.going: set[Message] = set()  # sends that have not ended
+        self.expected: dict[Message, int | None] = {}  # receives that have not ended, and their slots
 
     def run(self, instruction: Instruction) -> bool:
         """Carry it out; False if it must wait."""
         match instruction:
             case Send(m):
-                self.posted.sends[m] = [self._read(chunk, m) for chunk in m.chunks]
-                for chunk in m.chunks:
-                    self.leaving[chunk].add(m)
+                self._send(m)
             case Recv(m, slot):
                 self._post(m, slot)
             case Wait(m):
@@ -299,8 +300,7 @@ class _Rank:
             case Done(m):
                 if m not in self.posted.receives:
                     return False
-                for chunk in m.chunks:
-                    self.leaving[chunk].discard(m)
+                self._sent(m)
             case Copy(m, slot):
                 for chunk in m.chunks:
                     self._write(chunk, self._take(Slot(m, slot), chunk), m)
@@ -309,7 +309,24 @@ class _Rank:
                     self._add(chunk, left, right, into)
         return True
 
+    def _send(self, message: Message) -> None:
+        if message in self.posted.sends:
+            self._fail(message.chunks[0], message, "is sent twice")
+        self.posted.sends[message] = [self._read(chunk, message) for chunk in message.chunks]
+        self.going.add(message)
+        for chunk in message.chunks:
+            self.leaving[chunk].add(message)
+
+    def _sent(self, message: Message) -> None:
+        if message not in self.going:
+            self._fail(message.chunks[0], message, "is ended as a send that has not begun here")
+        self.going.remove(message)
+        for chunk in message.chunks:
+            self.leaving[chunk].discard(message)
+
     def _post(self, message: Message, slot: int | None) -> None:
+        if message in self.posted.receives:
+            self._fail(message.chunks[0], message, "is received twice")
         self.posted.receives.add(message)
         self.expected[message] = slot
         if slot is None:
@@ -322,7 +339,9 @@ class _Rank:
         self.slots[slot] = dict.fromkeys(message.chunks)
 
     def _received(self, message: Message) -> None:
-        slot = self.expected[message]
+        if message not in self.expected:
+            self._fail(message.chunks[0], message, "is waited for as a receive that has not begun here")
+        slot = self.expected.pop(message)
         for chunk, value in zip(message.chunks, self.posted.sends[message], strict=True):
             if slot is None:
                 del self.coming[chunk]
@@ -330,7 +349,20 @@ class _Rank:
             else:
                 self.slots[slot][chunk] = value
 
+    def end(self) -> None:
+        """Nothing may be left open: whoever called the collective uses its buffers again."""
+        for message in (*self.going, *self.expected):
+            what = "sent" if message in self.going else "received"
+            self._fail(message.chunks[0], message, f"may still be {what} at the end")
+        for slot, held in self.slots.items():
+            for chunk in held:
+                self._fail(chunk, None, f"is left in slot {slot} at the end")
+        for chunk in self.sum:
+            self._fail(chunk, None, "is summed, and written nowhere")
+
     def _add(self, chunk: int, left: Operand, right: Operand, into: str) -> None:
+        if left == "sum" and chunk not in self.sum:
+            self._fail(chunk, None, "is added to a sum that has not begun")
         operands = self.sum.pop(chunk) if left == "sum" else [self._operand(left, chunk)]
         operands.append(self._operand(right, chunk))
         if into == "sum":
@@ -343,15 +375,16 @@ class _Rank:
         return self._take(operand, chunk) if isinstance(operand, Slot) else self._read(chunk, None)
 
     def _take(self, slot: Slot, chunk: int) -> Value:
-        value = self.slots[slot.place].pop(chunk)
+        value = self.slots.get(slot.place, {}).pop(chunk, None)
         if value is None:
-            self._fail(chunk, slot.message, "is used before it was waited for")
-        assert value is not None
+            self._fail(chunk, slot.message, f"is not there in slot {slot.place}: it was not waited for, or is used up")
         return value
 
     def _read(self, chunk: int, message: Message | None) -> Value:
         if chunk in self.coming:
             self._fail(chunk, message, f"is read while it is received: {self.coming[chunk]}")
+        if chunk not in self.memory:
+            self._fail(chunk, message, "is read before anything is there")
         return self.memory[chunk]
 
     def _write(self, chunk: int, value: Value, message: Message | None) -> None:
@@ -365,7 +398,7 @@ class _Rank:
         if chunk in self.coming:
             self._fail(chunk, message, f"is written while it is received: {self.coming[chunk]}")
 
-    def _fail(self, chunk: int, message: Message | None, text: str) -> None:
+    def _fail(self, chunk: int, message: Message | None, text: str) -> NoReturn:
         step = message.step if message else None
         raise _error(self.schedule, self.rank, step, chunk, text)
 
