@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from random import Random
 
 import pytest
@@ -87,4 +86,4 @@ def test_equal_times_block() -> None:
     ],
 )
 def test_it_is_said_and_read_back(measured: Measured, text: str) -> None:
-    assert str(measured) == text and Measured.read(asdict(measured)) == measured
+    assert str(measured) == text and Measured.from_json(measured.to_json()) == measured

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -88,7 +88,7 @@ class Contest:
         except Exception as error:  # which all ranks have met, else the next meeting raises
             said = str(error).partition("\n")[0]
             mine = Measured(predicted, reason=f"the example inputs do not run: {type(error).__name__}: {said}")
-        return Measured.read(self.job.agreement.tell("measure", asdict(mine))[0])
+        return Measured.from_json(self.job.agreement.tell("measure", mine.to_json())[0])
 
     def _samples(self, holdings: Holdings) -> list[list[float]]:
         """Of all, as many as there is time for."""

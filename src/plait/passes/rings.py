@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from plait.errors import ScheduleError
 from plait.passes import ops
 from plait.passes.expand import is_random
 from plait.passes.norms import fuse
@@ -76,10 +77,10 @@ class Route:
 
     @classmethod
     def parse(cls, text: str) -> Route:
-        """What `str` writes; ValueError for anything else."""
-        found = re.fullmatch(r"([\d.]+)(?: in (\d+))?(?:, (\d+) late)?", text)
+        """What `str` writes; ScheduleError for anything else."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(?: in ([1-9]\d*))?(?:, (\d+) late)?", text)
         if found is None:
-            raise ValueError(f"{text!r} is no route; one reads like 0.5, 0 in 2 or 0 in 2, 1 late")
+            raise ScheduleError(f"{text!r} is no route; one reads like 0.5, 0 in 2 or 0 in 2, 1 late")
         return cls(float(found[1]), int(found[2] or 1), int(found[3] or 0))
 
 

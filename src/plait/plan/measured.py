@@ -10,11 +10,13 @@ What is compared is decided here, from numbers alone, so that every rank comes t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from math import sqrt
 from statistics import median, quantiles
-from typing import Any
+
+from plait.plan.written import read
 
 # A median of n samples errs by 1.25 s / sqrt(n), s of a normal's 1.35 from quartile to quartile: 0.93 of
 # what lies between these, over sqrt(n). By twice that, programs that take the same are held to be faster in one
@@ -45,6 +47,13 @@ class Measured:
                 best = i
         noise = _noise(choices[best], blocking)
         return cls(predicted, tuple(map(median, times)), noise, len(blocking), best=best)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Measured:
+        return read(cls, text, "measurement")
 
     @property
     def blocking(self) -> bool:
@@ -77,12 +86,6 @@ class Measured:
             return ""
         i = 1 - self.best
         return f"; the {('first', 'second')[i]} measured {_ms(self.seconds[i])}, predicted {_ms(self.predicted[i])}"
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Measured:
-        """From JSON."""
-        pairs = {k: tuple(data[k]) for k in ("predicted", "seconds")}
-        return cls(**{**data, **pairs})
 
 
 def _noise(fast: Sequence[float], slow: Sequence[float]) -> float:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from plait.errors import PlanError
 from plait.passes.partition import BACK
 from plait.passes.pipeline import Borders
 from plait.plan.measured import Measured
+from plait.plan.written import read
 
 VERSION = 1
 
@@ -72,11 +72,6 @@ class Overlapped:
     reason: str = ""
     stage: int = 0  # of a pipeline
     second: Second | None = None
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Overlapped:
-        second = data.get("second")
-        return cls(**{**data, "sites": tuple(data["sites"]), "second": Second(**second) if second else None})
 
     @property
     def swapped(self) -> Overlapped:
@@ -147,12 +142,6 @@ class Staged:
         again = f", run again in {len(self.segments) + 1} segments" if self.recompute != "off" else ""
         count = len(self.rows) or 1
         return f"{self.schedule} with {count} micro-batch{'es' * (count > 1)}{cuts}{again}"
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Staged:
-        lists = {k: tuple(v) for k, v in data.items() if isinstance(v, list)}
-        further = tuple(tuple(map(Overlapped.of, one)) for one in data.get("overlaps", ()))
-        return cls(**{**data, **lists, "overlaps": further})
 
 
 @dataclass(frozen=True)
@@ -236,19 +225,12 @@ class Choice:
     def winner(self) -> Candidate:
         return self.front[0]
 
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Choice:
-        front = tuple(Candidate(**c | {"stages": tuple(c["stages"])}) for c in data["front"])
-        lists = {k: tuple(data[k]) for k in ("refused", "notes")}
-        memory = Memory(**data["memory"]) if data.get("memory") is not None else None
-        return cls(**{**data, **lists, "front": front, "memory": memory})
-
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Choice:
-        return cls.of(json.loads(text))
+        return read(cls, text, "choice")
 
 
 @dataclass(frozen=True)
@@ -321,23 +303,7 @@ class Plan:
             raise PlanError(f"this is not a plan: {error}") from error
         if version != VERSION:
             raise PlanError(f"the plan is of version {version}; this plait reads {VERSION}")
-        try:
-            data["collectives"] = tuple(Placed(**p) for p in data["collectives"])
-            data["overlaps"] = tuple(map(Overlapped.of, data.get("overlaps", ())))
-            data["kept"] = tuple(Kept(**k) for k in data.get("kept", ()))
-            if data.get("gradients") is not None:
-                data["gradients"] = Placed(**data["gradients"])
-            if data.get("staged") is not None:
-                data["staged"] = Staged.of(data["staged"])
-            if data.get("choice") is not None:
-                data["choice"] = Choice.of(data["choice"])
-            if data.get("measured") is not None:
-                data["measured"] = Measured.read(data["measured"])
-            data["bytes_per_rank"] = tuple(data["bytes_per_rank"])
-            data["notes"] = tuple(data["notes"])
-            data |= {axis: operator.index(data[axis]) for axis in ("tp", "pp", "dp")}
-            data["packed"] = tuple(map(tuple, data.get("packed", ())))
-            data["times"] = tuple((str(n), f, b) for n, f, b in data.get("times", ()))
-            return cls(**data)
-        except (TypeError, KeyError) as error:
-            raise PlanError(f"the plan lacks or has too much: {error}") from error
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(data.keys() - known):
+            raise PlanError(f"this is no plan: it has {', '.join(unknown)}, which no plan has")
+        return read(cls, text, "plan")

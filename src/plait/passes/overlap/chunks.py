@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+from plait.errors import ScheduleError
 from plait.rules.equation import Factor, Ranges
 from plait.rules.split import Split
 
@@ -37,8 +38,9 @@ class Form:
 
     @classmethod
     def parse(cls, text: str) -> Form:
-        found = re.fullmatch(r"(whole|blocks)|(rows|parts) (\d+)(?:/([\d.]+))?", text)
-        assert found is not None, f"no form of chunks: {text!r}"
+        found = re.fullmatch(r"(whole|blocks)|(rows|parts) ([1-9]\d*)(?:/(\d+(?:\.\d+)?))?", text)
+        if found is None:
+            raise ScheduleError(f"{text!r} is no form of chunks; one reads like whole, blocks, rows 4 or parts 2/1.5")
         alone, kind, count, ratio = found.groups()
         return cls(alone) if alone else cls(kind, int(count), float(ratio or 1))
 

@@ -45,9 +45,10 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        memory, _, bounds = text.rpartition(":")
-        first, last = map(int, bounds.split("-"))
-        return cls(memory, first, last)
+        found = re.fullmatch(r"(\S+):(\d+)-(\d+)", text)
+        if found is None:
+            raise ScheduleError(f"{text!r} is no span of bytes; one reads like r0:512-1024")
+        return cls(found[1], int(found[2]), int(found[3]))
 
     def meets(self, other: Span) -> bool:
         return self.memory == other.memory and self.first < other.last and other.first < self.last
@@ -195,7 +196,8 @@ def _parse(line: str) -> Item:
     if verb in ("record", "wait"):
         return Record(stream, event) if verb == "record" else Wait(stream, event)
     found = _LINE.fullmatch(line)
-    assert found is not None, f"no line of a trace: {line!r}"
+    if found is None:
+        raise ScheduleError(f"{line!r} is no line of a trace; one reads like `compute: mm ?f (r0:0-256) -> r1:0-9 !g`")
     _, name, drains, reads, writes, fills = found.groups()
     return Step(
         stream, name, _spans(reads), _spans(writes),

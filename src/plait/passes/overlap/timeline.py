@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from plait.cluster.device import Device
+from plait.errors import ScheduleError
 from plait.passes.overlap.arrange import stages
 from plait.passes.overlap.chunks import Chunks, Form
 from plait.passes.overlap.flow import Edge, Flow
@@ -65,8 +66,13 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        stream, name, begin, end = text.split()
-        return cls(stream.rstrip(":"), name, float(begin) / 1e6, float(end) / 1e6)
+        try:
+            stream, name, begin, end = text.split()
+            return cls(stream.rstrip(":"), name, float(begin) / 1e6, float(end) / 1e6)
+        except ValueError:
+            raise ScheduleError(
+                f"{text!r} is no line of a timeline; one reads like `compute: linear 0.0 12.5`, in microseconds"
+            ) from None
 
 
 @dataclass(frozen=True)

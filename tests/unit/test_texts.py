@@ -1,0 +1,111 @@
+"""Texts and JSON that somebody has written by hand: what is meant, or a PlaitError; no other exception."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from plait.capture import capture
+from plait.cluster import Cluster
+from plait.errors import PlaitError, PlanError
+from plait.passes import schedule as orders
+from plait.passes.overlap import chunks, races, schedule, timeline
+from plait.passes.rings import Route
+from plait.plan import planner
+from plait.plan.plan import Plan
+from plait.program import Program
+from plait.timeline import Timeline
+
+ODD: tuple[Any, ...] = ([], {}, None, "x", -1, [[1]], {"a": 1}, True, 1.5)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.relu(self.up(x))))  # type: ignore[no-any-return]
+
+
+@cache
+def planned() -> tuple[Program, Plan, planner.Options]:
+    options = planner.Options(2, Cluster.of("loopback").subset(range(2)), overlap=2)
+    program = capture(nn.Sequential(Block(), Block()), (torch.randn(8, 16),), {}, training=True)
+    return program, planner.make(program, options).plan, options
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of every value within, of the first two of a list."""
+    yield path
+    inner = data.items() if isinstance(data, dict) else list(enumerate(data))[:2] if isinstance(data, list) else ()
+    for key, value in inner:
+        yield from places(value, (*path, key))
+
+
+def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    data = copy.copy(data)
+    data[path[0]] = changed(data[path[0]], path[1:], value)
+    return data
+
+
+def test_a_plan_with_a_value_of_another_type_is_refused_by_its_place() -> None:
+    program, plan, options = planned()
+    data = json.loads(plan.to_json())
+    assert Plan.from_json(json.dumps(data)) == plan and plan.overlaps and plan.collectives
+    refused = 0
+    for path in places(data):
+        for value in ODD:
+            try:
+                odd = Plan.from_json(json.dumps(changed(data, path, value)))
+                planner.replay(program, odd, options).local(0)
+            except PlaitError:
+                refused += 1
+    assert refused > 500
+    with pytest.raises(PlanError, match=r"no plan: collectives\.0\.nbytes: .*integer"):
+        Plan.from_json(json.dumps(changed(data, ("collectives", 0, "nbytes"), "many")))
+    with pytest.raises(PlanError, match="it has colour, which no plan has"):
+        Plan.from_json(json.dumps(data | {"colour": "red"}))
+    odd = Plan.from_json(json.dumps(changed(data, ("overlaps", 0, "form"), "rows none")))
+    with pytest.raises(PlaitError, match="'rows none' is no form of chunks; one reads like whole"):
+        planner.replay(program, odd, options)
+
+
+TEXTS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "trace": ("compute: mm ?f (r0:0-256) -> r1:0-9 !g\ncompute: record e0\npulls: wait e0", races.parse),
+    "span": ("r0.3:512-1024", races.Span.parse),
+    "launches": ("given: x\ncompute: f(x) -> a\ncomm: m = all_reduce[0,1](a) -> s0:m", schedule.Schedule.parse),
+    "timeline of a region": ("compute: linear_c0 0.00 12.50\ncomm: move_c0 12.50 20.00", timeline.Timeline.parse),
+    "form": ("parts 4/1.5", chunks.Form.parse),
+    "route": ("0.5 in 2, 1 late", Route.parse),
+    "order": ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", lambda text: orders.parse(text, 2)),
+    "plan": ("", lambda text: Plan.from_json(text)),
+    "events": ("end 5.0e-06\n0.0e+00 5.0e-06 rank 0 comm | m", Timeline.parse),
+}
+
+
+def test_the_texts_themselves_are_read() -> None:
+    assert all(parse(text) is not None for kind, (text, parse) in TEXTS.items() if kind != "plan")
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@given(data=st.data())
+def test_a_text_with_something_else_in_it_is_read_or_refused(kind: str, data: st.DataObject) -> None:
+    text, parse = TEXTS[kind]
+    begin, end = sorted(data.draw(st.integers(0, len(text))) for _ in range(2))
+    put = data.draw(st.text(st.sampled_from("0129-.,:/ \n()[]!?FBW>eax~"), max_size=4))
+    odd = text[:begin] + put + text[end:]
+    with contextlib.suppress(PlaitError):
+        parse(odd)
