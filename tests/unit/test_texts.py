@@ -22,7 +22,8 @@ from plait.passes import schedule as orders
 from plait.passes.overlap import chunks, races, schedule, timeline
 from plait.passes.rings import Route
 from plait.plan import planner
-from plait.plan.plan import Plan
+from plait.plan.measured import Measured
+from plait.plan.plan import Choice, Plan
 from plait.program import Program
 from plait.timeline import Timeline
 
@@ -74,9 +75,9 @@ def test_a_plan_with_a_value_of_another_type_is_refused_by_its_place() -> None:
             except PlaitError:
                 refused += 1
     assert refused > 500
-    with pytest.raises(PlanError, match=r"no plan: collectives\.0\.nbytes: .*integer"):
+    with pytest.raises(PlanError, match=r"no plan: collectives\.0\.nbytes is \"many\", and should be a whole number"):
         Plan.from_json(json.dumps(changed(data, ("collectives", 0, "nbytes"), "many")))
-    with pytest.raises(PlanError, match="it has colour, which no plan has"):
+    with pytest.raises(PlanError, match="no plan: it has, as nothing of its kind does, colour"):
         Plan.from_json(json.dumps(data | {"colour": "red"}))
     odd = Plan.from_json(json.dumps(changed(data, ("overlaps", 0, "form"), "rows none")))
     with pytest.raises(PlaitError, match="'rows none' is no form of chunks; one reads like whole"):
@@ -91,13 +92,15 @@ TEXTS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "form": ("parts 4/1.5", chunks.Form.parse),
     "route": ("0.5 in 2, 1 late", Route.parse),
     "order": ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", lambda text: orders.parse(text, 2)),
-    "plan": ("", lambda text: Plan.from_json(text)),
+    "plan": ("", Plan.from_json),
+    "choice": ("", Choice.from_json),
+    "measurement": ("", Measured.from_json),
     "events": ("end 5.0e-06\n0.0e+00 5.0e-06 rank 0 comm | m", Timeline.parse),
 }
 
 
 def test_the_texts_themselves_are_read() -> None:
-    assert all(parse(text) is not None for kind, (text, parse) in TEXTS.items() if kind != "plan")
+    assert all(parse(text) is not None for text, parse in TEXTS.values() if text)
 
 
 @pytest.mark.parametrize("kind", TEXTS)
