@@ -376,6 +376,15 @@ def test_a_fault_in_a_program_is_refused_or_changes_nothing(spelling: str) -> No
     assert refused > 20
 
 
+def test_a_sum_that_is_added_to_something_is_refused() -> None:
+    """A run takes what lies in the accumulator, and a proof must not take this rank's own."""
+    schedule, wrong = programs("ring[2]")
+    rank, at = next((r, i) for r in (0, 1) for i, x in enumerate(wrong[r]) if getattr(x, "right", "") == "mine")
+    wrong[rank][at] = replace(wrong[rank][at], right="sum")
+    with pytest.raises(ScheduleError, match=f"rank {rank}, chunk .: has its sum as what is added"):
+        run_programs(schedule, wrong, Orders())
+
+
 def test_sums_take_their_operands_in_order_of_rank() -> None:
     for rank in range(4):
         adds = [i for i in compile_rank(build("one_shot[4]"), rank) if isinstance(i, Add)]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -14,6 +18,7 @@ from plait.errors import ScheduleError
 from plait.mesh import Mesh
 from plait.passes import schedule
 from plait.passes.microbatch import MOST
+from plait.passes.schedule import Action, Schedule
 from plait.plan.joint import Ask, search
 from plait.plan.planner import Options
 from plait.runtime import channel
@@ -124,3 +129,110 @@ def test_no_stages_are_faster_than_the_bound(
 def test_an_action_too_many_is_named(text: str, stages: int, said: str) -> None:
     with pytest.raises(ScheduleError, match=said):
         schedule.parse(text, stages)
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "training", "said"),
+    [
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", 3, True, "0B2 is missing; 0F2 is missing; 1B2 is missing; 1F2 is missing"),
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1", 1, True, "0B1 is no action of it; 0F1 is no action of it"),
+        ("0F0 0F1\n1F0 1F1", 2, True, "0B0 is missing; 0B1 is missing; 1B0 is missing; 1B1 is missing"),
+        ("0F0 0B0\n1F0 1B0", 1, False, "0B0 is no action of it; 1B0 is no action of it"),
+        ("0F0 0I0 0W0", 1, False, "0I0 is no action of it; 0W0 is no action of it"),
+        ("", 1, True, "0B0 is missing; 0F0 is missing"),
+    ],
+)
+def test_what_a_text_leaves_out_of_the_program_is_named(text: str, pieces: int, training: bool, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        schedule.parse(text, 1 + text.count("\n"), pieces=pieces, training=training)
+
+
+def test_a_place_without_a_line_is_missed() -> None:
+    with pytest.raises(ScheduleError, match="there are 1 lines for 2 places"):
+        schedule.parse("0F0 1F0\n", 2, places=2)
+
+
+# -- every single fault of small schedules ---------------------------------------------------------------
+
+Lines = list[list[Action]]
+
+
+def mutants(right: Schedule) -> Iterator[tuple[str, Lines]]:
+    """An action left out, again or moved to anywhere, or another in its place; two swapped; a stage, a micro-batch,
+    a kind or a place left out."""
+    spots = [(p, i) for p, line in enumerate(right.places) for i in range(len(line))]
+    every = [Action(s, kind, k) for s in range(right.stages + 1) for kind in "FBIW" for k in range(right.pieces + 1)]
+
+    def lines() -> Lines:
+        return [list(line) for line in right.places]
+
+    for at, (p, i) in enumerate(spots):
+        action = right.places[p][i]
+        out = lines()
+        del out[p][i]
+        yield f"{action} left out", out
+        for q in range(len(out)):
+            for j in range(len(out[q]) + 1):
+                moved, again = [list(line) for line in out], lines()
+                moved[q].insert(j, action)
+                again[q].insert(j, action)
+                yield f"{action} moved", moved
+                yield f"{action} again", again
+        for q, j in spots[at + 1 :]:
+            swapped = lines()
+            swapped[p][i], swapped[q][j] = swapped[q][j], swapped[p][i]
+            yield f"{action} swapped", swapped
+        for other in every:
+            if other != action:
+                instead = lines()
+                instead[p][i] = other
+                yield f"{other} for {action}", instead
+    for field in ("stage", "piece", "kind"):
+        for value in {getattr(a, field) for line in right.places for a in line}:
+            yield f"{field} {value} left out", [[a for a in x if getattr(a, field) != value] for x in right.places]
+    for p in range(len(right.places)):
+        yield f"place {p} left out", lines()[:p] + lines()[p + 1 :]
+
+
+def runs(lines: Lines, right: Schedule, random: Random) -> bool:
+    """Whether places that do what they can, in an order that nobody chose, do all of `right` where it does it."""
+    if [Counter(x) for x in lines] != [Counter(x) for x in right.places]:
+        return False
+    done: set[str] = set()
+    last, left = right.stages - 1, [list(line) for line in lines]
+    back = "I" if "I" in right.kinds else "B"
+    while any(left):
+        ready = []
+        for line in filter(None, left):
+            a = line[0]
+            needs = {f"{a.stage - 1}F{a.piece}"} if a.kind == "F" and a.stage else set()
+            if a.kind in "BI":
+                needs = {f"{a.stage}F{a.piece}"} | ({f"{a.stage + 1}{back}{a.piece}"} if a.stage < last else set())
+            if a.kind == "W":
+                needs = {f"{a.stage}I{a.piece}"}
+            if needs <= done:
+                ready.append(line)
+        if not ready:
+            return False
+        done.add(str(random.choice(ready).pop(0)))
+    return True
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", schedule.SCHEDULES)
+def test_a_single_fault_is_refused_or_is_none(name: str, training: bool) -> None:
+    random, refused, harmless = Random(0), 0, 0
+    for places, pieces in [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]:
+        right = schedule.make(name, places, pieces, training)
+        for what, lines in mutants(right):
+            fine = runs(lines, right, random)
+            text = "\n".join(" ".join(map(str, x)) for x in lines)
+            try:
+                schedule.parse(text, right.stages, places=places, pieces=pieces, training=training)
+            except ScheduleError:
+                assert not fine, f"{what} is refused, and runs:\n{right}"
+                refused += 1
+                continue
+            assert fine, f"{what} passes:\n{right}"
+            harmless += 1
+    assert refused > 10 * right.stages and harmless, (refused, harmless)

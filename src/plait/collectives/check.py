@@ -363,6 +363,8 @@ class _Rank:
     def _add(self, chunk: int, left: Operand, right: Operand, into: str) -> None:
         if left == "sum" and chunk not in self.sum:
             self._fail(chunk, None, "is added to a sum that has not begun")
+        if right == "sum":
+            self._fail(chunk, None, "has its sum as what is added; a sum stands first")
         operands = self.sum.pop(chunk) if left == "sum" else [self._operand(left, chunk)]
         operands.append(self._operand(right, chunk))
         if into == "sum":

@@ -78,13 +78,19 @@ class Timed:
         return max(self.end.values(), default=0.0)
 
 
-def parse(text: str, stages: int) -> Schedule:
-    places = tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines())
-    pieces = 1 + max((a.piece for actions in places for a in actions), default=0)
-    if pieces > (count := sum(map(len, places))) > 0:
-        raise ScheduleError(f"micro-batch {pieces - 1} is one of {pieces}, and there are {count} actions")
-    found = Schedule(stages, pieces, places)
-    check(found)
+def parse(
+    text: str, stages: int, *, places: int | None = None, pieces: int | None = None, training: bool | None = None
+) -> Schedule:
+    """A text alone says how many places and micro-batches there are, and whether it goes back. What the program has
+    of these, where it is known, refuses a text that leaves out a whole micro-batch, or all that goes back."""
+    lines = tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines())
+    last, count = max((a.piece for line in lines for a in line), default=0), sum(map(len, lines))
+    if places is not None and places != len(lines):
+        raise ScheduleError(f"there are {len(lines)} lines for {places} places; a place has a line")
+    if last >= count > 0:
+        raise ScheduleError(f"micro-batch {last} is one of {1 + last}, and there are {count} actions")
+    found = Schedule(stages, 1 + last if pieces is None else pieces, lines)
+    check(found, training)
     return found
 
 
@@ -97,7 +103,7 @@ def make(name: str, places: int, pieces: int, training: bool = True) -> Schedule
         found = Schedule(stages, pieces, tuple(lines))
     else:
         found = SCHEDULES[name](places, stages, pieces)
-    check(found)
+    check(found, training)
     return found
 
 
@@ -243,12 +249,15 @@ def owed(schedule: Schedule) -> int:
     return most
 
 
-def check(schedule: Schedule) -> Timed:
-    """Every action once, at its place, and none waits for ever."""
+def check(schedule: Schedule, training: bool | None = None) -> Timed:
+    """Every action once, at its place, and none waits for ever; `training`: whether the program goes back, if known."""
+    kinds = schedule.kinds
+    if training is not None and training != schedule.training:
+        kinds = "FB" if training else "F"
     wanted = {
         Action(s, kind, k)
         for s in range(schedule.stages)
-        for kind in schedule.kinds
+        for kind in kinds
         for k in range(schedule.pieces)
     }
     listed = [a for actions in schedule.places for a in actions]

@@ -102,7 +102,9 @@ class Pipeline:
     def _loop(self) -> Schedule:
         """All forwards, then all backwards."""
         places, pieces = self.stages.channel.pp, len(self.stages.pieces)
-        return schedule.loop(places, self.stages.count, pieces)
+        found = schedule.loop(places, self.stages.count, pieces)
+        schedule.check(found, training=True)
+        return found
 
     def _make(self, name: str) -> Schedule:
         return schedule.make(name, self.stages.channel.pp, len(self.stages.pieces))
