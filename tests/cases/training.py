@@ -50,6 +50,23 @@ def parts_under_no_grad() -> Setup:
     return Setup(model, (torch.randn(2, 8),))
 
 
+@case("tp2 tp3")
+def written_under_no_grad() -> Setup:
+    """A row and columns of buffers, which are views of them, and what is read of these later has no history."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        h = s.up(x)
+        with torch.no_grad():
+            s.seen[1] = h.mean((0, 1))
+            s.queue[:, 1:4] = h.detach().amax(1).mT + h.amin(1).mT
+        return s.down((h - s.seen.mean(0)).relu() * s.queue.tanh().sum(-1))
+
+    model = Net(run, up=linear(8, 12), down=linear(12, 8))
+    model.register_buffer("seen", torch.randn(3, 12))
+    model.register_buffer("queue", torch.randn(12, 5))
+    return Setup(model, (torch.randn(3, 5, 8, requires_grad=True),))
+
+
 @case("tp2 tp3", "R2")
 def recomputed() -> Setup:
     """Activation checkpoints inside the model."""

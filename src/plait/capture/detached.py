@@ -46,6 +46,22 @@ def keep_apart(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(clone, delete_user_cb=clone.__ne__)
 
 
+def read_only(inner: fx.Graph) -> None:
+    """What a region under no_grad reads, and does not change, has no history there; in one with grad within, it has."""
+    places = [n for n in inner.nodes if n.op == "placeholder"]
+    for own in places:
+        value = own.meta.get("val")
+        learns = isinstance(value, torch.Tensor) and may_learn(value)
+        users = [u for u in own.users if not (u.target is REGION and u.args[0])]
+        if not learns or not users or any(map(_writes, _aliases(own))):
+            continue
+        with inner.inserting_after(places[-1]):
+            detached = inner.call_function(aten.detach.default, (own,))
+        detached.meta = dict(own.meta)
+        for user in users:
+            user.replace_input_with(own, detached)
+
+
 def _refuse_changes(
     module: fx.GraphModule, region: fx.Node, order: dict[fx.Node, int], learned: set[fx.Node]
 ) -> None:

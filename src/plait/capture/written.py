@@ -31,7 +31,7 @@ from torch.export import ExportedProgram
 from torch.export.exported_program import _decompose_exported_program
 
 from plait.capture import losses
-from plait.capture.detached import keep_apart
+from plait.capture.detached import REGION, keep_apart, read_only
 from plait.rules.aten import table
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
                 _repeat_heads(graph_module.graph, node)
             elif node.target is aten.cross_entropy_loss.default:
                 _count_labels(graph_module.graph, node)
-            elif node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and training:
+            elif node.target is REGION and training:
                 _no_grad_region(graph_module, node)
             elif node.target in SPACED and training:
                 _of_numbers(graph_module.graph, node)
@@ -254,11 +254,13 @@ def _count_labels(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _no_grad_region(module: fx.GraphModule, node: fx.Node) -> None:
-    """The functional form inlines the region and forgets its mode: detach what leaves it."""
+    """The functional form inlines the region and forgets its mode: detach what it reads, which it may write into
+    something else, and what leaves it."""
     enabled, region = node.args[0], node.args[1]
     if enabled:
         return
     inner = getattr(module, str(region.target))  # type: ignore[union-attr]
+    read_only(inner.graph)
     results = list(inner.graph.output_node().args[0])
     for user in list(node.users):
         result = results[user.args[1]]  # type: ignore[index]
@@ -275,6 +277,6 @@ def _enables_grad(node: Any) -> bool:
     source = node.args[0] if isinstance(node, fx.Node) and node.args else None
     return (
         isinstance(source, fx.Node)
-        and source.target is torch.ops.higher_order.wrap_with_set_grad_enabled
+        and source.target is REGION
         and bool(source.args[0])
     )
