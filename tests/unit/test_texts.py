@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plait.capture import capture
-from plait.cluster import Cluster
-from plait.errors import PlaitError, PlanError
+from plait.cluster import Cluster, stored
+from plait.errors import ClusterError, InputError, PlaitError, PlanError
 from plait.passes import schedule as orders
 from plait.passes.overlap import chunks, races, schedule, timeline
 from plait.passes.rings import Route
@@ -25,6 +25,7 @@ from plait.plan import planner
 from plait.plan.measured import Measured
 from plait.plan.plan import Choice, Plan
 from plait.program import Program
+from plait.rules.facts import Pattern
 from plait.timeline import Timeline
 
 ODD: tuple[Any, ...] = ([], {}, None, "x", -1, [[1]], {"a": 1}, True, 1.5)
@@ -82,6 +83,31 @@ def test_a_plan_with_a_value_of_another_type_is_refused_by_its_place() -> None:
     odd = Plan.from_json(json.dumps(changed(data, ("overlaps", 0, "form"), "rows none")))
     with pytest.raises(PlaitError, match="'rows none' is no form of chunks; one reads like whole"):
         planner.replay(program, odd, options)
+
+
+def test_a_calibration_with_a_value_of_another_type_is_refused() -> None:
+    cluster, row = Cluster.of("loopback").subset(range(2)), stored.Measured("ring[2]", 64, 1e-5)
+    right = stored.Calibration(cluster, "2024-05-01", "host", "2.13", "by rows", 0.1, 0.2, (row,))
+    data = json.loads(right.to_json())
+    assert stored.Calibration.from_json(right.to_json()) == right
+    for path in places(data):
+        for value in ODD:
+            with contextlib.suppress(PlaitError):
+                stored.Calibration.from_json(json.dumps(changed(data, path, value)))
+    for path in (("date",), ("error",), ("rows",), ("rows", 0), ("rows", 0, "nbytes"), ("cluster",), ()):
+        with pytest.raises(ClusterError, match="is no calibration|is no cluster"):
+            stored.Calibration.from_json(json.dumps(changed(data, path, None)))
+
+
+@pytest.mark.parametrize("text", ["", "window", "window(,)", "band(1)", "causal(3)", "causal(+-3)", "diagonal"])
+def test_a_mask_that_does_not_read_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="is no mask; one reads like full"):
+        Pattern.parse(text)
+
+
+def test_a_mask_is_read_back_whichever_way_its_rows_are_moved() -> None:
+    for offset in (-3, 0, 3):
+        assert all(Pattern.parse(str(p)) == p for p in (Pattern("causal", (), offset), Pattern("band", (1, 2), offset)))
 
 
 TEXTS: dict[str, tuple[str, Callable[[str], Any]]] = {

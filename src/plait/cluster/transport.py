@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.errors import ClusterError
+
 Floats = NDArray[np.float64]
 
 
@@ -68,9 +70,8 @@ class Transport:
 
     def __post_init__(self) -> None:
         for protocol in (*self.protocols, *(p for _, p in self.internal)):
-            assert protocol.window <= protocol.base, (
-                f"{protocol}: bytes cannot hide under no latency"
-            )
+            if protocol.window > protocol.base:
+                raise ClusterError(f"{protocol}: bytes cannot hide under no latency")
 
     def with_launch(self, seconds: float) -> Transport:
         return replace(self, launch=seconds)

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
+from plait.errors import InputError
+
 HIDDEN = -1e9  # additive masks: at this or less a key's weight is zero beside any score
 
 
@@ -34,17 +36,16 @@ class Pattern:
     offset: int = 0
 
     def __str__(self) -> str:
-        numbers = [*map(str, self.sizes)] + ([f"+{self.offset}"] if self.offset else [])
+        numbers = [*map(str, self.sizes)] + ([f"{self.offset:+d}"] if self.offset else [])
         return self.kind + (f"({','.join(numbers)})" if numbers else "")
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        match = re.fullmatch(r"(\w+)(?:\(([\d,+-]*)\))?", text)
-        if match is None or match[1] not in KINDS:
-            raise ValueError(f"{text!r} is no mask; masks: {', '.join(KINDS)}")
-        numbers = match[2].split(",") if match[2] else []
-        offset = int(numbers.pop()) if numbers and numbers[-1][0] in "+-" else 0
-        return cls(match[1], tuple(map(int, numbers)), offset)
+        match = re.fullmatch(r"(\w+)(?:\((\d{1,9}(?:,\d{1,9})*)?,?([+-]\d{1,9})?\))?", text)
+        sizes = tuple(map(int, match[2].split(","))) if match and match[2] else ()
+        if match is None or match[1] not in KINDS or len(sizes) != SIZES.get(match[1], 0):
+            raise InputError(f"{text!r} is no mask; one reads like full, causal(+3), window(4), chunk(4) or band(2,3)")
+        return cls(match[1], sizes, int(match[3] or 0))
 
     def allowed(self, rows: int, cols: int) -> torch.Tensor:
         """bool [rows, cols]: whether the query may see the key."""
@@ -100,3 +101,4 @@ KINDS: dict[str, Callable[..., torch.Tensor]] = {
     "chunk": lambda i, j, c: (j <= i) & (j >= torch.div(i, c, rounding_mode="floor") * c),
     "band": lambda i, j, left, right: (j >= i - left) & (j <= i + right),
 }
+SIZES = {"window": 1, "chunk": 1, "band": 2}  # numbers of a kind
