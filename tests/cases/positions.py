@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -148,3 +149,34 @@ def rows_counted_beside_an_index() -> Setup:
         return s.down(y[rows, last].flatten(1).relu()) + s.down(picked.flatten(1).tanh())
 
     return Setup(Net(run, up=linear(8, 20), down=linear(20, 8)), (torch.randn(3, 7, 8), torch.tensor([6, 0, -2])))
+
+
+@case("tp2 tp3")
+def rows_chosen_by_a_number() -> Setup:
+    """Diffusion's timestep and a ring of past means: `x[t]` of a tensor without dims, read and written."""
+
+    def block(s: Net, x: Tensor, t: Tensor) -> Tensor:
+        return x + s.down((s.up(x) + s.table[t, 1:]).relu() * s.rate[-t])
+
+    def run(s: Net, x: Tensor, t: Tensor) -> object:
+        for part in s.blocks:
+            x = part(x, t)
+        with torch.no_grad():
+            s.past[s.step % 3] = x.mean((0, 1))
+            s.count[t - 1] += 2
+            s.count[..., t].add_(s.step)
+            level = s.levels[t] / t.item()
+            s.step += 1
+        y = s.end(x) * level
+        y[t - 1, 1:, -t] = x[0, :4, 0]
+        y[..., t - 4, 2:4] = 0.5
+        return s.out(y), y[:, t.item() + 1], x - s.past[s.step - 1], s.count.clone()
+
+    parts = dict(up=linear(8, 12), down=linear(12, 8), table=weight(6, 13), rate=weight(7, 12))
+    blocks = [Net(block, **copy.deepcopy(parts)) for _ in range(2)]
+    model = Net(run, blocks=nn.ModuleList(blocks), end=linear(8, 10), out=linear(10, 4))
+    model.register_buffer("past", torch.zeros(3, 8))
+    model.register_buffer("step", torch.tensor(2))
+    model.register_buffer("count", torch.zeros(4, dtype=torch.long))
+    model.register_buffer("levels", torch.rand(5))
+    return Setup(model, (torch.randn(3, 5, 8, requires_grad=True), torch.tensor(3)))

@@ -226,6 +226,12 @@ def changed_without_gradient(x: Tensor) -> Tensor:
     return y
 
 
+def chosen_and_changed(x: Tensor) -> Tensor:
+    y = x * 1
+    y[torch.argmax(y[:, 0]), :] *= 2
+    return y
+
+
 def packed(x: Tensor) -> Tensor:
     rows = nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([1]), batch_first=True)
     return rows.data
@@ -273,6 +279,7 @@ def beside(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
+        (chosen_and_changed, r"`y\[torch.*\] \*= 2`: .* choose by a tensor that has a dim"),
         (packed, r"`rows = nn\.utils\.rnn\.pack.*`: .* give the layer the padded rows"),
         (copied, r"`return copy\.copy\(x\) \* 2`: .* write x itself or x\.detach"),
         (copied_deeply, r"`return copy\.deepcopy\(x\) \* 2`: .* write x itself or x\.detach"),

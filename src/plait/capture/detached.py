@@ -32,12 +32,12 @@ def keep_apart(module: fx.GraphModule) -> None:
             _refuse_changes(module, node, order, learned)
         if node.target is not aten.detach.default:
             continue
-        changes = [user for user in _aliases(node) if _writes(user)]
-        root = _root(node)
+        changes = [user for user in aliases_of(node) if writes(user)]
+        root = memory_of(node)
         if not changes or root.op == "placeholder":
             continue
         learns = any(map(_learns, changes))
-        if (learns or root in learned) and _read_after(changes, _readers(root, node), order):
+        if (learns or root in learned) and _read_after(changes, readers_of(root, node), order):
             raise _changed(changes[0], "what was detached from a value that is read later")
         if learns:
             with graph.inserting_after(node):
@@ -53,7 +53,7 @@ def read_only(inner: fx.Graph) -> None:
         value = own.meta.get("val")
         learns = isinstance(value, torch.Tensor) and may_learn(value)
         users = [u for u in own.users if not (u.target is REGION and u.args[0])]
-        if not learns or not users or any(map(_writes, _aliases(own))):
+        if not learns or not users or any(map(writes, aliases_of(own))):
             continue
         with inner.inserting_after(places[-1]):
             detached = inner.call_function(aten.detach.default, (own,))
@@ -69,12 +69,12 @@ def _refuse_changes(
     inner = getattr(module, str(region.args[1].target)).graph  # type: ignore[union-attr]
     given = [n for n in inner.nodes if n.op == "placeholder"]
     for x, own in zip(region.args[2:], given, strict=True):
-        aliases = [own, *_aliases(own)]
-        changes = [user for user in aliases if _writes(user)]
-        if not changes or not isinstance(x, fx.Node) or x not in learned or _root(x).op == "placeholder":
+        aliases = [own, *aliases_of(own)]
+        changes = [user for user in aliases if writes(user)]
+        if not changes or not isinstance(x, fx.Node) or x not in learned or memory_of(x).op == "placeholder":
             continue  # a weight that changes is refused by its name
         leaves = not set(aliases).isdisjoint(inner.output_node().all_input_nodes)
-        if leaves or _read_after([region], _readers(_root(x), region), order):
+        if leaves or _read_after([region], readers_of(memory_of(x), region), order):
             raise _changed(changes[0], "under no_grad a value that has a gradient and is read later")
 
 
@@ -102,15 +102,15 @@ def _learned(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _aliases(x: fx.Node) -> Iterator[fx.Node]:
+def aliases_of(x: fx.Node) -> Iterator[fx.Node]:
     """The operators whose result is the memory of `x`: views, and changes in place."""
     for user in x.users:
         if _access(user, x) is not None:
             yield user
-            yield from _aliases(user)
+            yield from aliases_of(user)
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     return any(_access(node, x) for x in node.all_input_nodes)
 
 
@@ -119,19 +119,19 @@ def _learns(change: fx.Node) -> bool:
     return any(may_learn(x.meta.get("val")) for x in change.all_input_nodes if not _access(change, x))
 
 
-def _readers(root: fx.Node, detached: fx.Node) -> Iterator[fx.Node]:
+def readers_of(root: fx.Node, detached: fx.Node) -> Iterator[fx.Node]:
     for user in root.users:
         if user is not detached:
             yield user
             if _access(user, root) is not None:
-                yield from _readers(user, detached)
+                yield from readers_of(user, detached)
 
 
-def _root(x: fx.Node) -> fx.Node:
+def memory_of(x: fx.Node) -> fx.Node:
     """What has the memory of `x`."""
     for source in x.all_input_nodes:
         if _access(x, source) is not None:
-            return _root(source)
+            return memory_of(source)
     return x
 
 

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from plait.capture import chosen
 from plait.capture.blocks import Blocks, Proof, opaque, prove
 from plait.capture.call import Call
 from plait.capture.functions import traced, write_out
@@ -86,10 +87,12 @@ def _export(
             model, args, kwargs, dynamic_shapes=call.dynamic_shapes(), strict=False
         )
     _share_buffers(exported)
+    chosen.copy(exported.graph_module)
     prepare(exported.graph_module, training)
     order = _order(exported)
     exported = renamed(exported, decomposed)
     write_out(exported)
+    chosen.look_up(exported.graph)
     return Export(exported, call, blocks, notes, order=order)
 
 

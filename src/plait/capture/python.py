@@ -1,6 +1,7 @@
 """What a model's Python may write that is no operator, while it is traced.
 
     x.data                             x.detach(), which has the same memory
+    x[t] = y, t a tensor without dims  x.index_put_([t], y)
     module.to(dtype)                   nothing, where nothing changes; else refused with the names
     x.data = y, x.register_hook(f),    refused by the line: a graph keeps none of them
     torch.func.grad(f), packed rows,
@@ -28,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils.rnn import PackedSequence
 
+from plait.capture import chosen
 from plait.capture.refuse import is_standard_file, is_user_file, user_place
 from plait.errors import CaptureError
 
@@ -46,6 +48,7 @@ def spoken(model: nn.Module, training: bool) -> Iterator[list[str]]:
         (PackedSequence, "__new__", _packed),
         (Tensor, "__reduce_ex__", _copier(Tensor.__reduce_ex__)),
         (Tensor, "__deepcopy__", _copier(Tensor.__deepcopy__)),
+        (Tensor, "__setitem__", chosen.set_item),
     ]
     if training:
         stand_ins.append((Tensor, "register_hook", _hook))

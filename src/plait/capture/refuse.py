@@ -249,6 +249,8 @@ def _explain(error: BaseException, places: Mapping[str, str]) -> str:
             f"{place}a list of tensors becomes one tensor by their values, which no graph can keep: join them "
             "with torch.stack"
         )
+    if type(error).__name__ == "PendingUnbackedSymbolNotFound":
+        return f"{place}{CHOSEN_TWICE}"
     if ".numpy() is not supported" in text or "access data pointer" in text:
         return f"{place}the tensor leaves torch here; only torch operators can be captured"
     return told(error)
@@ -267,6 +269,11 @@ WITHIN = (
 OVERLAPPING = (
     "two buffers share a part of their memory, and forward changes one of them: make them one buffer, and slice it "
     "where it is read"
+)
+
+CHOSEN_TWICE = (
+    "a part that is chosen by a number which a tensor holds is changed in place, or chosen from by another, which is "
+    "not captured: choose by a tensor that has a dim (x[:, t.view(1)] for x[:, t])"
 )
 
 OBJECT = (

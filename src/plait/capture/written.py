@@ -264,7 +264,7 @@ def _no_grad_region(module: fx.GraphModule, node: fx.Node) -> None:
     results = list(inner.graph.output_node().args[0])
     for user in list(node.users):
         result = results[user.args[1]]  # type: ignore[index]
-        if _enables_grad(result):
+        if _enables_grad(result) or not isinstance(user.meta.get("val"), torch.Tensor):
             continue
         with module.graph.inserting_after(user):
             detached = module.graph.call_function(aten.detach.default, (user,))
