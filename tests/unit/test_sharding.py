@@ -177,6 +177,10 @@ def test_values_of_eight_bits_are_moved_and_never_summed(training: bool) -> None
         (lambda y, x: y * torch.inf, False),
         (lambda y, x: y / torch.arange(6.0), False),
         (lambda y, x: y / x, False),
+        (lambda y, x: y * torch.where(x > 0, 2.0, x), True),
+        (lambda y, x: y * torch.where(x > 0, 1.0, torch.inf), False),
+        (lambda y, x: y * torch.where(x > 0, x, -torch.inf), False),
+        (lambda y, x: y * x.masked_fill(x > 0, torch.inf)[:, None].view(2, 6), False),
         (lambda y, x: y * x.rsqrt().sum(-1, keepdim=True).reciprocal()[:, :1].expand(2, 6), False),
     ],
 )

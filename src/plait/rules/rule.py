@@ -116,6 +116,8 @@ def _finite(d: Describer, by: Any, divides: bool) -> bool:
     if isinstance(by, fx.Node) and by.op == "get_attr":
         value = d.constants[str(by.target)]
         return bool(value.isfinite().all() and (not divides or value.all()))
+    if isinstance(by, fx.Node) and by.target in _CHOICES:
+        return all(_finite(d, by.args[i], divides) for i in _CHOICES[by.target])
     if is_tensor(by):
         return not divides and by.target not in _INVERSES
     return not isinstance(by, (int, float)) or (math.isfinite(by) and not (divides and by == 0))
@@ -194,6 +196,10 @@ def outputs(node: fx.Node) -> int:
 aten = torch.ops.aten
 _DIVISIONS = {aten.div.Tensor, aten.div.Scalar}
 _INVERSES = {aten.reciprocal.default, aten.rsqrt.default}
+_CHOICES: dict[Any, tuple[int, int]] = {  # and which of their arguments they choose from
+    **dict.fromkeys((aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther), (1, 2)),
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), (0, 2)),
+}
 _MOVES = {aten.unsqueeze.default, aten.expand.default, aten.view.default, aten._to_copy.default}
 _CASTS = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype}
 
