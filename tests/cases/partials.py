@@ -231,3 +231,28 @@ def arithmetic_on_numbers_of_sums() -> Setup:
         return s.last(y * torch.tensor(b * 0.5))  # type: ignore[no-any-return]
 
     return after(end, last=linear(8, 6))
+
+
+@case("tp2 tp3", noise=False)
+def margins_of_classes() -> Setup:
+    """Of small integers, so that margins are zero often; labels behind the first -1 do not count."""
+
+    def run(s: Net, x: Tensor, labels: Tensor, several: Tensor) -> object:
+        y, z = s.up(x), s.down(s.up(x).relu())
+        return [
+            loss
+            for how in ("none", "mean", "sum")
+            for loss in (
+                F.multi_margin_loss(y, labels, reduction=how),
+                F.multi_margin_loss(z[0], labels[0], p=2, margin=3.0, weight=s.share, reduction=how),
+                F.multilabel_margin_loss(z, several, reduction=how),
+                F.multilabel_margin_loss(y[0, :7], several[1], reduction=how),
+            )
+        ]
+
+    model = Net(run, up=linear(8, 12), down=linear(12, 7), share=torch.arange(1.0, 8))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randint(-1, 2, p.shape))
+    several = torch.tensor([[0, 6, -1, 2, 2, 2, 2], [-1] * 7, [3, 1, 0, 2, 4, 6, 5]])
+    return Setup(model, (torch.randint(-2, 3, (3, 8)).float(), torch.tensor([6, 0, 3]), several))

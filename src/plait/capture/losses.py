@@ -6,6 +6,8 @@ cut like any other, and a mean over valid labels divides by a count that the lab
     mse, l1, kl_div, ...    loss(x, y), then sum or mean
     nll                     -x[target] * weight[target], then sum, or sum / sum of weight[target]
     cross-entropy           log_softmax, then nll, where classes have weights or labels are shares
+    margins of classes      while the model is traced: torch's own way adds labels that do not count, and gives a
+                            margin of zero a gradient
 """
 
 from __future__ import annotations
@@ -83,6 +85,32 @@ def cross_entropy(
     if smooth:
         each = each + torch.where(labels.valid, -(logs * wide).sum(dim), 0) * smooth
     return labels.reduced(each, reduction)
+
+
+def multi_margin(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = MEAN
+) -> Tensor:
+    """For `torch._C._nn.multi_margin_loss`; x: `b c` or `c`."""
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1, 1)
+    short = (margin - rows.gather(1, labels) + rows).relu() ** p
+    wide = short if weight is None else short * weight[labels]
+    others = torch.arange(x.shape[-1], device=x.device) != labels
+    return _over_rows(torch.where(others, wide, 0).sum(1) / x.shape[-1], target.shape, reduction)
+
+
+def multilabel_margin(x: Tensor, target: Tensor, reduction: int = MEAN) -> Tensor:
+    """For `torch._C._nn.multilabel_margin_loss`; x and target: `b c` or `c`, and labels count up to the first -1."""
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1, x.shape[-1])
+    valid = (labels == -1).cumsum(1) == 0
+    classes = torch.where(valid, labels, 0)
+    own = (valid[:, None] & (classes[:, None] == torch.arange(x.shape[-1], device=x.device)[:, None])).any(-1)
+    short = (1 - rows.gather(1, classes)[:, :, None] + rows[:, None]).relu()
+    each = torch.where(valid[:, :, None] & ~own[:, None], short, 0).sum((1, 2)) / x.shape[-1]
+    return _over_rows(each, x.shape[:-1], reduction)
+
+
+def _over_rows(each: Tensor, shape: torch.Size, how: int) -> Tensor:
+    return each.reshape(shape) if how == NONE else each.mean() if how == MEAN else each.sum()
 
 
 class _Labels:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils.rnn import PackedSequence
 
-from plait.capture import chosen
+from plait.capture import chosen, losses
 from plait.capture.refuse import is_standard_file, is_user_file, user_place
 from plait.errors import CaptureError
 
@@ -49,6 +49,8 @@ def spoken(model: nn.Module, training: bool) -> Iterator[list[str]]:
         (Tensor, "__reduce_ex__", _copier(Tensor.__reduce_ex__)),
         (Tensor, "__deepcopy__", _copier(Tensor.__deepcopy__)),
         (Tensor, "__setitem__", chosen.set_item),
+        (torch._C._nn, "multi_margin_loss", losses.multi_margin),
+        (torch._C._nn, "multilabel_margin_loss", losses.multilabel_margin),
     ]
     if training:
         stand_ins.append((Tensor, "register_hook", _hook))
