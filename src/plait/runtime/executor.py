@@ -184,14 +184,14 @@ def executable(
     local = planned.local(transport.rank)
     if arena is None and device.type == "cuda":
         arena = transport.arena
-    woven = any(site.of for site in local.sites.values())
-    if woven:
-        prove(local, planned.program.training)
     direct, workspace = _direct(planned, local, transport, device, arena)
     algorithms = {p.name: p.algorithm for p in planned.plan.collectives}
     root: dict[str, Any] = {name: value.to(device) for name, value in local.constants.items()}
     root |= direct
     root |= pay(local, owed.sites(planned.plan.overlaps))
+    woven = any(site.of for site in local.sites.values())
+    if woven:
+        prove(local, planned.program.training)
     graphed = device.type == "cuda" and not local.seeded and capturable(planned.program, [local], transport)
     for name, of in bucket(local, algorithms).items():
         how = algorithms.get(f"{of[0]}{BACK}", "native")

@@ -144,7 +144,7 @@ def _of_weights(stage: Stage) -> set[fx.Node]:
 
 def _dual(target: str) -> str:
     name, _, half = target.partition(".")
-    return f"{name}.{_OTHER[half]}" if half else name
+    return f"{name}.{_OTHER.get(half, half)}" if half else name
 
 
 def _back(site: Site) -> Site:

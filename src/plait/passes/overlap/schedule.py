@@ -159,13 +159,23 @@ class _Writer:
                 self.names[node] = node.name
                 given.add(node.name)
             elif node.op == "call_module":
-                self._move(node)
+                self._module(node)
             elif node.target is message:
                 self._message(node, *node.args[:3])
             elif node.op == "call_function":
                 self._launch(COMPUTE, node, node.name, "")
             self.free += self.held.pop(self.at[node], [])
         return Schedule(tuple(self.items), frozenset(given))
+
+    def _module(self, node: fx.Node) -> None:
+        """A move or half of one; or work between the halves (`move_3.pay`), which hands what moves on unread."""
+        name, _, half = str(node.target).partition(".")
+        if name not in self.local.sites:
+            self._launch(COMPUTE, node, node.name, "")
+        elif half in ("", "start", "wait"):
+            self._move(node)
+        else:
+            self.names[node] = self.names[node.all_input_nodes[0]]
 
     def _move(self, node: fx.Node) -> None:
         name, _, half = str(node.target).partition(".")
