@@ -50,6 +50,19 @@ def parts_under_no_grad() -> Setup:
     return Setup(model, (torch.randn(2, 8),))
 
 
+@case("tp2 tp3", training=False)
+def grad_enabled_inside() -> Setup:
+    """Of no meaning where nobody asks for gradients."""
+
+    def run(s: Net, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.enable_grad():
+            h = s.up(x)
+        with torch.enable_grad():
+            return s.down(h.relu())
+
+    return Setup(Net(run, up=linear(8, 12), down=linear(12, 8)), (torch.randn(2, 5, 8),))
+
+
 @case("tp2 tp3")
 def written_under_no_grad() -> Setup:
     """A row and columns of buffers, which are views of them, and what is read of these later has no history."""

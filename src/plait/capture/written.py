@@ -54,6 +54,8 @@ def prepare(module: fx.GraphModule, training: bool) -> None:
                 _count_labels(graph_module.graph, node)
             elif node.target is REGION and training:
                 _no_grad_region(graph_module, node)
+            elif node.target is REGION:
+                node.update_arg(0, False)  # nobody asks for gradients; torch loses count of its arguments
             elif node.target in SPACED and training:
                 _of_numbers(graph_module.graph, node)
             _dense(node)
