@@ -37,6 +37,7 @@ PUBLIC = {
 # Each room may use those of the rows above it, and nothing of its own row but itself.
 LEVELS = (
     "errors",
+    "written",
     "program mesh",
     "rules cluster collectives",
     "timeline",

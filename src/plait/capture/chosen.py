@@ -57,30 +57,34 @@ def _by_numbers(parts: tuple[Any, ...]) -> bool:
 def copy(module: fx.GraphModule) -> None:
     """Rewrite the graphs as exported."""
     for graph_module in module.modules():
-        if isinstance(graph_module, fx.GraphModule):
-            _copy(graph_module.graph)
+        if isinstance(graph_module, fx.GraphModule) and (found := _chosen(graph_module.graph, (aten.select.int,))):
+            for node in found:
+                _copy(graph_module.graph, node)
             graph_module.recompile()
 
 
-def _copy(graph: fx.Graph) -> None:
-    for node in [n for n in graph.nodes if n.target is aten.select.int and isinstance(n.args[-1], fx.Node)]:
-        order = {n: i for i, n in enumerate(graph.nodes)}
-        aliases = [node, *aliases_of(node)]
-        readers = {user for alias in aliases for user in alias.users}
-        memory = memory_of(node)
-        others = [order[r] for r in readers_of(memory, node) if writes(r)]
-        last = max(map(order.__getitem__, readers), default=0)
-        leaves = memory.op == "placeholder" and graph.output_node() in readers
-        if not leaves and not any(order[node] < other < last for other in others):
-            row = _look_up(graph, node)
-            for write in filter(writes, aliases):
-                put = _add(graph, write, aten.index_put_.default, *row.args, row)
-                write.append(put)
+def _chosen(graph: fx.Graph, targets: tuple[Any, ...]) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target in targets and isinstance(n.args[-1], fx.Node)]
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> None:
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    aliases = [node, *aliases_of(node)]
+    readers = {user for alias in aliases for user in alias.users}
+    memory = memory_of(node)
+    others = [order[r] for r in readers_of(memory, node) if writes(r)]
+    last = max(map(order.__getitem__, readers), default=0)
+    leaves = memory.op == "placeholder" and graph.output_node() in readers
+    if not leaves and not any(order[node] < other < last for other in others):
+        row = _look_up(graph, node)
+        for write in filter(writes, aliases):
+            put = _add(graph, write, aten.index_put_.default, *row.args, row)
+            write.append(put)
 
 
 def look_up(graph: fx.Graph) -> None:
     """Rewrite a graph in the functional form."""
-    found = [n for n in graph.nodes if n.target in _CHOICES and isinstance(n.args[-1], fx.Node)]
+    found = _chosen(graph, _CHOICES)
     for node in found:
         _look_up(graph, node)
     if found:

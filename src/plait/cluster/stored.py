@@ -15,12 +15,13 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from plait.cluster.topology import Cluster
 from plait.cluster.units import spell_rate, spell_seconds
 from plait.errors import ClusterError, InputError
+from plait.written import read
 
 
 @dataclass(frozen=True)
@@ -76,25 +77,11 @@ class Calibration:
         try:
             data = json.loads(text)
             data["cluster"] = Cluster.from_json(json.dumps(data["cluster"]))
-            data["rows"] = tuple(Measured(**row) for row in data["rows"])
-            found = Calibration(**data)
-            _plain(found)
-            for row in found.rows:
-                _plain(row)
-            return found
         except ClusterError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ClusterError(f"this is no calibration ({type(error).__name__}: {error})") from None
-
-
-def _plain(one: Calibration | Measured) -> None:
-    """TypeError unless its texts are texts and its numbers numbers."""
-    plain: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float)}
-    for field in fields(one):
-        value, wanted = getattr(one, field.name), plain.get(str(field.type), object)
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise TypeError(f"{field.name} is {value!r}, and should be of type {field.type}")
+        return read(Calibration, data, "calibration", ClusterError)
 
 
 def cache_folder() -> Path:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from math import sqrt
 from statistics import median, quantiles
 
-from plait.plan.written import parse
+from plait.written import parse
 
 # A median of n samples errs by 1.25 s / sqrt(n), s of a normal's 1.35 from quartile to quartile: 0.93 of
 # what lies between these, over sqrt(n). By twice that, programs that take the same are held to be faster in one

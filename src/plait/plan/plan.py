@@ -17,7 +17,7 @@ from plait.errors import PlanError
 from plait.passes.partition import BACK
 from plait.passes.pipeline import Borders
 from plait.plan.measured import Measured
-from plait.plan.written import parse, read
+from plait.written import parse, read
 
 VERSION = 1
 

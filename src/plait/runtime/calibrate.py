@@ -216,11 +216,14 @@ def _bar(rank: int) -> Iterator[Callable[[float], None]]:
         yield lambda done: progress.update(task, completed=min(done, 1.0))
 
 
+def natives(n: int) -> list[str]:
+    """The library's own collectives on n ranks."""
+    return [native_spelling(c, n) for c in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")]
+
+
 def spellings(n: int) -> list[str]:
     """What is measured on n ranks."""
-    made = [
-        native_spelling(c, n) for c in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-    ]
+    made = natives(n)
     for collective, algorithm, pieces in _SCHEDULES:
         if n > 2 or algorithm not in _SAME_ON_TWO:
             made.append(str(Spec(algorithm, (n,), collective, pieces=pieces)))
@@ -230,20 +233,24 @@ def spellings(n: int) -> list[str]:
 def _once(spelling: str, nbytes: int) -> float:
     """Seconds of one call, all ranks starting together."""
     spec = Spec.parse(spelling)
-    n = spec.n
-    how = "native" if spec.algorithm == "native" else spelling
-    whole = torch.ones(max(nbytes // 4 // n, 1) * n)
-    part = torch.ones(len(whole) // n)
-    run: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: calls.all_reduce(whole, algorithm=how),
-        "all_gather": lambda: calls.all_gather(part, algorithm=how),
-        "reduce_scatter": lambda: calls.reduce_scatter(whole, algorithm=how),
-        "broadcast": lambda: calls.broadcast(whole, algorithm=how),
-    }
+    run = call_of(spec, torch.ones(elements(spec, nbytes)))
     dist.barrier()
     begin = time.perf_counter()
-    run[spec.collective]()
+    run()
     return time.perf_counter() - begin
+
+
+def elements(spec: Spec, nbytes: int) -> int:
+    """Of float32 that all ranks have together, as many on each."""
+    return max(nbytes // 4 // spec.n, 1) * spec.n
+
+
+def call_of(spec: Spec, whole: torch.Tensor) -> Callable[[], object]:
+    """One call over so many elements; what a rank brings to an all-gather is the first of its parts."""
+    how = "native" if spec.algorithm == "native" else str(spec)
+    call = getattr(calls, spec.collective)
+    x = whole[: len(whole) // spec.n] if spec.collective == "all_gather" else whole
+    return lambda: call(x, algorithm=how)
 
 
 # --- the path: constants that all rows share -----------------------------------------------------

@@ -21,11 +21,18 @@ from torch import Tensor
 from plait.cluster import Device
 from plait.cluster.presets import detect
 from plait.cluster.stored import Calibration, Measured
-from plait.collectives import calls
 from plait.collectives.schedule import Spec
-from plait.cost.reading import native_spelling
 from plait.errors import InputError
-from plait.runtime.calibrate import Say, collectives, in_turns, keep, own
+from plait.runtime.calibrate import (
+    Say,
+    call_of,
+    collectives,
+    elements,
+    in_turns,
+    keep,
+    natives,
+    own,
+)
 from plait.runtime.processes import world
 from plait.runtime.stopwatch import Stopwatch, between
 
@@ -81,10 +88,9 @@ def _streamed(here: torch.device) -> float:
 
 def worker(out: str, seconds: float) -> None:
     world()
-    n = dist.get_world_size()
-    names = [native_spelling(c, n) for c in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")]
+    jobs = [(name, size) for size in SIZES for name in natives(dist.get_world_size())]
     bench = Graphs(torch.device("cuda", torch.cuda.current_device()))
-    keep(in_turns([(name, size) for size in SIZES for name in names], bench.once, seconds), out)
+    keep(in_turns(jobs, bench.once, seconds), out)
 
 
 @dataclass
@@ -93,7 +99,7 @@ class Graphs:
 
     device: torch.device
     made: dict[tuple[str, int], torch.cuda.CUDAGraph] = field(default_factory=dict)
-    buffers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # the whole, and a rank's part
+    wholes: dict[int, Tensor] = field(default_factory=dict)
 
     def once(self, spelling: str, nbytes: int) -> float:
         """Seconds of one call of those in the graph."""
@@ -117,15 +123,6 @@ class Graphs:
 
     def _call(self, spelling: str, nbytes: int) -> Callable[[], object]:
         spec = Spec.parse(spelling)
-        if nbytes not in self.buffers:
-            each = max(nbytes // 4 // spec.n, 1)  # zeros: what is sent does not change how long it takes
-            whole, part = (torch.zeros(size, device=self.device) for size in (each * spec.n, each))
-            self.buffers[nbytes] = whole, part
-        whole, part = self.buffers[nbytes]
-        return {
-            "all_reduce": lambda: calls.all_reduce(whole, algorithm="native"),
-            "all_gather": lambda: calls.all_gather(part, algorithm="native"),
-            "reduce_scatter": lambda: calls.reduce_scatter(whole, algorithm="native"),
-            "broadcast": lambda: calls.broadcast(whole, algorithm="native"),
-        }[spec.collective]
-
+        if nbytes not in self.wholes:  # zeros: what is sent does not change how long it takes
+            self.wholes[nbytes] = torch.zeros(elements(spec, nbytes), device=self.device)
+        return call_of(spec, self.wholes[nbytes])

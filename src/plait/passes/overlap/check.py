@@ -205,7 +205,7 @@ def _values(rank: int, schedule: Schedule, run: _Run) -> list[str]:
     """Readers after writers, and slots free before they are written again."""
     writer = {value: launch.key for launch in schedule.launches for value in launch.writes}
     readers: dict[str, list[str]] = {value: [] for value in writer}
-    views = {value: launch for launch in schedule.launches if views_of(launch) for value in launch.writes}
+    views = {value: of for launch in schedule.launches if (of := views_of(launch)) for value in launch.writes}
     faults = []
     for launch in schedule.launches:
         for value in launch.reads:
@@ -217,8 +217,8 @@ def _values(rank: int, schedule: Schedule, run: _Run) -> list[str]:
                 faults.append(f"rank {rank}: {launch.key} may read {value} before {writer[value]} wrote it")
             else:
                 readers[value].append(launch.key)
-    for value, launch in reversed(views.items()):  # views of views first
-        for seen in views_of(launch):
+    for value, of in reversed(views.items()):  # views of views first
+        for seen in of:
             readers.get(seen, []).extend(readers[value])
     latest: dict[str, str] = {}
     for value in writer:

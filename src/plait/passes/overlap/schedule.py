@@ -122,12 +122,18 @@ def slot(value: str) -> str | None:
     return found[1] if found else None
 
 
+def slots(value: str) -> list[str]:
+    """The same, each by itself."""
+    where = slot(value)
+    return where.split("+") if where else []
+
+
 def views_of(launch: Launch) -> list[str]:
     """The values that what it writes is a view of, or may be: those that lie in its slot."""
     if launch.collective or not launch.writes:
         return []
-    there = set((slot(launch.writes[0]) or "").split("+"))
-    return [value for value in launch.reads if there.intersection((slot(value) or "none").split("+"))]
+    there = set(slots(launch.writes[0]))
+    return [value for value in launch.reads if there.intersection(slots(value))]
 
 
 def schedule(local: Local, n: int, first: int = 0) -> Schedule:
@@ -215,8 +221,8 @@ class _Writer:
 
     def _own(self, node: fx.Node, reads: tuple[str, ...]) -> str:
         """The name of what compute makes: in the slots of what it may be a view of."""
-        slots = [part for value in reads for part in (slot(value) or "").split("+") if part]
-        return f"{'+'.join(dict.fromkeys(slots))}:{node.name}" if slots and _aliases(node) else node.name
+        within = dict.fromkeys(part for value in reads for part in slots(value))
+        return f"{'+'.join(within)}:{node.name}" if within and _aliases(node) else node.name
 
     def _record(self, stream: str) -> str:
         event = f"e{self.events}"

@@ -9,7 +9,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from plait.errors import PlanError
+from plait.errors import PlaitError, PlanError
 
 T = TypeVar("T")
 
@@ -23,12 +23,13 @@ def parse(kind: type[T], text: str, what: str) -> T:
     return read(kind, data, what)
 
 
-def read(kind: type[T], data: Any, what: str) -> T:
-    """Of what JSON says; PlanError names `what` that is not, and the first place that shows it."""
+def read(kind: type[T], data: Any, what: str, error: type[PlaitError] = PlanError) -> T:
+    """Of what JSON says; `error` names `what` that is not, and the first place that shows it. An object within may
+    have been read already."""
     try:
         return cast(T, _as(kind, data, ()))
-    except ValueError as error:
-        raise PlanError(f"this is no {what}: {error}") from None
+    except ValueError as fault:
+        raise error(f"this is no {what}: {fault}") from None
 
 
 Place = tuple[str | int, ...]
@@ -40,7 +41,7 @@ def _as(hint: Any, value: Any, at: Place) -> Any:
         (one,) = (a for a in inner if a is not type(None))  # all others are of one type or nothing
         return None if value is None else _as(one, value, at)
     if is_dataclass(kind):
-        return _object(kind, _of(dict, value, at), at)
+        return value if type(value) is kind else _object(kind, _of(dict, value, at), at)
     if kind is tuple:
         items = _of(list, value, at)
         each = [inner[0]] * len(items) if inner[-1] is ... else inner
