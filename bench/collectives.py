@@ -92,7 +92,7 @@ def worker(rank: int, nproc: int, folder: str, options: Options) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=nproc)
     for size in options.sizes:
-        chosen = choose("all_reduce", size, range(nproc), Cluster.of(None)).algorithm
+        chosen = choose("all_reduce", size, range(nproc), Cluster.of(None, kind="cpu")).algorithm
         found = measure(
             options.algorithms, size, rounds=options.rounds, extra=lambda x: dist.all_reduce(x)
         )

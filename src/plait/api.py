@@ -78,9 +78,9 @@ def compile(
     with told(group):
         _check(asked)
         group, ranks = members(group)
-        machine = Cluster.of(cluster, measured=measure, processes=beside(ranks))
-        meshes = Mesh.fitting(tp, _stages(pp, overlap, machine), dp, ranks)
         where = device_of(model, device, group)
+        machine = Cluster.of(cluster, measured=measure, processes=beside(ranks), kind=where.type)
+        meshes = Mesh.fitting(tp, _stages(pp, overlap, machine), dp, ranks)
     agreement = Agreement(group, where)
     keywords(agreement, asked)
     source = Source(model, dtype, args, kwargs, dynamic, training, where)

@@ -45,6 +45,6 @@ def survey(collective: Collective, size: int, rounds: int, private: bool) -> Non
     asked = ["native", *names(collective)]
     found = measure(asked, size, group, rounds=rounds, collective=collective)
     if dist.get_rank(group) == 0:
-        cluster = Cluster.of(None).subset(range(ranks))
+        cluster = Cluster.of(None, kind="cpu").subset(range(ranks))
         show(measured(found, cluster), *notes(found, cluster, private))
     dist.barrier(group)

@@ -161,3 +161,5 @@ def test_what_cannot_be_captured_runs_as_it_is() -> None:
         (out,) = trip([weight, x])
         out.sum().backward()
         assert bool((weight.grad != 0).any()) == (i % 2 == 1)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        torch.rand(1, device="cuda")  # torch's generator does not take itself for one that is captured

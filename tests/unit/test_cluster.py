@@ -396,6 +396,16 @@ def test_processes_share_the_memory_of_the_machine_at_hand(monkeypatch):
     assert Cluster.of("loopback").device == presets.make("loopback").device
 
 
+def test_processes_beside_gpus_run_on_the_host(monkeypatch):
+    """Two processes that gloo joins run on the CPU, on a machine with one GPU too."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    here = Cluster.of(None, measured=False, processes=2, kind="cpu")
+    assert here.name == "loopback as found" and here.device.kind == "cpu" and here.size >= 2
+
+
 def test_a_cache_that_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()

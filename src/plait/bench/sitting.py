@@ -72,7 +72,7 @@ class Bed:
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         ranks = dist.get_world_size()
         dtype = getattr(torch, request.dtype or ("bfloat16" if cuda else "float32"))
-        cluster = Cluster.of(request.cluster or None)
+        cluster = Cluster.of(request.cluster or None, kind=device.type)
         whole = cluster.subset(range(ranks)) if cluster.size >= ranks else cluster
         return cls(device, ranks, whole, dtype)
 

@@ -139,12 +139,13 @@ def names() -> tuple[str, ...]:
     return (*BOXES, *able)
 
 
-def detect(measured: bool = True, processes: int = 1) -> Cluster:
+def detect(measured: bool = True, processes: int = 1, kind: str = "") -> Cluster:
     """The machine at hand, as `plait calibrate` last measured it if that is to count: its GPUs as torch sees
-    them, else the loopback of this host, its memory shared by so many `processes`."""
+    them, else the loopback of this host, its memory shared by so many `processes`; that too where the `kind` of
+    device that runs the program is "cpu", whatever else there is."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() and kind != "cpu" else 0
     if count == 0:
         known = recall(torch.__version__) if measured else None
         host = known.cluster if known else replace(make("loopback"), name="loopback" + FOUND)

@@ -242,15 +242,16 @@ class Cluster:
         return make(name, devices)
 
     @staticmethod
-    def of(spec: Cluster | str | None, measured: bool = True, processes: int = 1) -> Cluster:
+    def of(spec: Cluster | str | None, measured: bool = True, processes: int = 1, kind: str = "") -> Cluster:
         """What the `cluster=` of the public calls means: a Cluster, a spelling, or this machine
-        (as a calibration `measured` it, if there is one; without GPUs, shared by so many `processes`)."""
+        (as a calibration `measured` it, if there is one; its devices of a `kind`, else its GPUs if it has
+        any; without GPUs, shared by so many `processes`)."""
         if isinstance(spec, Cluster):
             return spec
         if spec is None:
             from plait.cluster.presets import detect
 
-            return detect(measured, processes)
+            return detect(measured, processes, kind)
         if not isinstance(spec, str):
             raise ClusterError(f"a cluster is a plait.Cluster or the name of one, not {spec!r}")
         return Cluster.parse(spec)

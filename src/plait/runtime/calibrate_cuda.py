@@ -33,6 +33,7 @@ from plait.runtime.calibrate import (
     natives,
     own,
 )
+from plait.runtime.graphs import capturing
 from plait.runtime.processes import world
 from plait.runtime.stopwatch import Stopwatch, between
 
@@ -116,7 +117,7 @@ class Graphs:
         torch.cuda.synchronize(self.device)
         dist.barrier()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with capturing(graph, stream):
             for _ in range(IN_A_GRAPH):
                 call()
         return graph

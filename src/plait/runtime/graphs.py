@@ -8,8 +8,9 @@ overwritten by the next replay.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary
@@ -64,7 +65,7 @@ class Replay:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+        with capturing(self._graph, stream):
             self._results = self.run(*self._feed)
         end_before(self.group, self)
 
@@ -73,6 +74,21 @@ class Replay:
         if self._graph is not None:
             self._graph.reset()
         self._graph, self._results = None, ()
+
+
+@contextlib.contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
+    """What is launched inside becomes `graph`. Where it cannot, the device is as it was: torch goes back to the
+    stream of before, and tells its generator of the end, only where a capture succeeds; every later draw of a
+    random number was refused."""
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                yield
+        except RuntimeError:
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                torch.empty(1, device="cuda").zero_()  # a graph of nothing is warned of
+            raise
 
 
 def addresses(weights: Sequence[Tensor]) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.runtime.graphs import WARM_UP, addresses, end_before
+from plait.runtime.graphs import WARM_UP, addresses, capturing, end_before
 
 Grads = tuple[Tensor | None, ...]
 ROOM = 2.2  # times what calls were seen to take: for the graphs, and for calls outside of them
@@ -105,7 +105,7 @@ class _Graphs:
         leaves = [mine.requires_grad_(x.requires_grad) for mine, x in zip(own, feed, strict=True)]
         stream = torch.cuda.Stream()
         made = cls(leaves, fixed, stream, backward, torch.cuda.CUDAGraph())
-        with torch.cuda.graph(made.there, stream=stream, capture_error_mode="thread_local"):
+        with capturing(made.there, stream):
             made.outs = tuple(run(*leaves))
         return made
 
@@ -163,7 +163,7 @@ class _Way:
     def _capture(self, graphs: _Graphs) -> None:
         graph, pool = torch.cuda.CUDAGraph(), graphs.there.pool()
         try:
-            with torch.cuda.graph(graph, pool=pool, stream=graphs.stream, capture_error_mode="thread_local"):
+            with capturing(graph, graphs.stream, pool):
                 self.found = self._gradients(graphs)
             self.graph = graph
         except RuntimeError as error:

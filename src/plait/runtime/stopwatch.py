@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.cluster.device import Device
+from plait.runtime.graphs import capturing
 
 CACHES = 128 << 20  # bytes that no cache of a device holds: operands of a program come from memory
 LENGTH = 1e-3  # seconds of matmuls in a sample, 2 at least
@@ -79,7 +80,7 @@ class Stopwatch:
             once = between(lambda: run(1))
             count = max(2, min(32, int(LENGTH / once)))
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with capturing(graph, self._stream):
                 run(count)
             graph.replay()
             return median(between(graph.replay) for _ in range(SAMPLES)) / count
