@@ -17,8 +17,6 @@ from plait.plan import planner, staged
 from plait.plan.placement import Placement
 from plait.plan.stages import Line
 from plait.plan.ways import divided
-from plait.rules.aten import table
-from plait.rules.describe import describe
 
 IMBALANCE = 0.05
 MACHINE = Cluster.parse("dgx-h100[4]/100gbe")
@@ -105,7 +103,7 @@ def test_no_cut_of_a_program_is_better(name: str, pp: int, training: bool) -> No
         model = make()
     program = capture(model, tuple(a.to("meta") for a in args), training=training)
     options = planner.Options(1, MACHINE.subset([0]), overlap="off")
-    work = planner.lay(program, options, description=describe(program, table())).work(None)
+    work = planner.lay(program, options).work(None)
     line = work.line(1.0, planner.collective(options))
     link = Placement(MACHINE, Mesh(1, pp), ORDERS[0]).link
     found = divided(line, link, MACHINE.device.memory, pp, "gpipe", 1, training)

@@ -70,7 +70,7 @@ def roomy(cluster: str, gib: float) -> Cluster:
 
 def brute(what: Program, wanted: joint.Ask) -> float:
     """The least seconds of every mesh, order, number of micro-batches, schedule and cut."""
-    search = joint._Search(what, wanted, joint.describe(what, joint.table()))
+    search = joint._Search(what, wanted)
     best = float("inf")
     for mesh in wanted.meshes:
         for order in wanted.orders:

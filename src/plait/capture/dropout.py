@@ -18,13 +18,15 @@ aten = torch.ops.aten
 
 
 def write_out_attention_dropout(program: Program) -> Program:
+    dropped = [n for n in program.graph.nodes if n.target is SDPA and arguments(n)["dropout_p"] > 0]
+    if not dropped:
+        return program
     constants = dict(program.constants)
     hidden = _Hidden(constants)
-    for node in list(program.graph.nodes):
-        if node.target is SDPA and arguments(node)["dropout_p"] > 0:
-            result = _attention(Writer(node), arguments(node), hidden)
-            node.replace_all_uses_with(result)
-            program.graph.erase_node(node)
+    for node in dropped:
+        result = _attention(Writer(node), arguments(node), hidden)
+        node.replace_all_uses_with(result)
+        program.graph.erase_node(node)
     return program.with_(constants=constants)
 
 

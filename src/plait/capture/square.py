@@ -14,25 +14,26 @@ import torch
 from torch import fx
 
 from plait.program import Program
-from plait.rules.aten import table
-from plait.rules.describe import Access, Description, describe
+from plait.rules.describe import Access, Description
 from plait.rules.equation import Dims, Factor, atoms
 from plait.rules.views import CUT
 
 alias = torch.ops.aten.alias.default
 
 
-def cut(program: Program) -> None:
-    """Put an alias behind the products of every such weight; before their biases too, where that is not enough."""
+def cut(program: Program) -> Program:
+    """With an alias behind the products of every such weight; before their biases too, where that is not enough."""
     for tie in (_behind, _before):
-        d = describe(program, table())
+        d = program.description
         weights = [n for n in program.graph.nodes if n.op == "placeholder" and n in d.dims]
         pairs = ((p, _twice(d.dims[w][0], d.accesses[p])) for w in weights for p in _products(w, d))
         found = {p: twice for p, twice in pairs if twice}
-        for node, twice in found.items():
-            tie(program.graph, node, d, twice)
         if not found:
             break
+        for node, twice in found.items():
+            tie(program.graph, node, d, twice)
+        program = program.with_()  # which is described anew
+    return program
 
 
 def _twice(dims: Dims, product: Access) -> frozenset[Factor]:

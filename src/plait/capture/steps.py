@@ -41,5 +41,5 @@ def capture(
     refuse_dtypes(program)
     refuse_layouts(program)
     program = recognise_masks(fold(program, values))
-    square.cut(program)
+    program = square.cut(program)
     return write_out_attention_dropout(program) if training else program

@@ -29,8 +29,7 @@ from plait.passes.expand import is_random
 from plait.passes.partition import Emitter
 from plait.passes.symbolic import symbols
 from plait.program import Input, Program, module_path
-from plait.rules.aten import table
-from plait.rules.describe import Access, Description, bind, describe, rebind
+from plait.rules.describe import Access, Description, bind, rebind
 from plait.rules.equation import Dims, Factor, atoms
 from plait.rules.layout import COPIED, PARTIAL, WHOLE, Layout, Strategy, shard, split_strategy
 from plait.rules.moves import Cut, take
@@ -121,7 +120,7 @@ def find(
 
 def why_uncut(program: Program) -> str:
     """The reason why no factor of the inputs can be cut; "" where one can."""
-    found = find(program, describe(program, table()), 2)
+    found = find(program, program.description, 2)
     return found.reason if isinstance(found, Uncut) else ""
 
 

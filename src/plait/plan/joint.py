@@ -38,8 +38,6 @@ from plait.plan.planner import Laid, Options
 from plait.plan.ways import Group, Way, as_graphs, divided
 from plait.plan.work import Work
 from plait.program import Program
-from plait.rules.aten import table
-from plait.rules.describe import Description, describe
 
 FRONT = 8  # candidates that a plan lists
 # Predictions this near each other are one: the one with fewer stages and micro-batches is taken.
@@ -95,20 +93,19 @@ def check(
     allowed(schedule)
 
 
-def search(program: Program, ask: Ask, description: Description | None = None) -> Found:
+def search(program: Program, ask: Ask) -> Found:
     """The best candidate and those behind it.
 
     Raises PlanError where none fits the memory: it names the smallest number of devices of the same
     kind on which one would.
     """
-    return _Search(program, ask, description or describe(program, table())).run()
+    return _Search(program, ask).run()
 
 
 @dataclass
 class _Search:
     program: Program
     ask: Ask
-    description: Description
     groups: dict[tuple[int, Cluster, float, bool], Group] = field(default_factory=dict)
     sums: dict[tuple[Mesh, str], Placed | None] = field(default_factory=dict)
     weighed: int = 0
@@ -231,7 +228,7 @@ class _Search:
             if twin is not None:
                 laid = planner.repriced(twin.laid, options, fuse)
             else:
-                laid = planner.lay(self.program, options, description=self.description, fuse=fuse)
+                laid = planner.lay(self.program, options, fuse=fuse)
             self.groups[*key, graphs] = Group(laid, laid.work(self.batch), planner.collective(options))
         return self.groups[*key, graphs]
 
@@ -271,7 +268,7 @@ class _Search:
         if self.ask.micro_batches == 1 and self.ask.joined is None:
             return Uncut("one was asked for")
         factor = self.ask.joined.factor if self.ask.joined is not None else ""
-        return microbatch.find(self.program, self.description, 2**30, factor=factor)
+        return microbatch.find(self.program, self.program.description, 2**30, factor=factor)
 
     def _counts(self, mesh: Mesh) -> list[int]:
         asked = self.ask.micro_batches

@@ -38,8 +38,7 @@ from plait.plan.prices import Collective, CostPrices, Rates
 from plait.plan.problem import Problem, build
 from plait.plan.sharding import solve
 from plait.program import Program
-from plait.rules.aten import table
-from plait.rules.describe import Description, describe
+from plait.rules.describe import Description
 from plait.rules.equation import flatten
 from plait.rules.layout import Strategy
 from plait.rules.moves import Cut
@@ -154,7 +153,6 @@ def lay(
     program: Program,
     options: Options,
     fixed: Held | None = None,
-    description: Description | None = None,
     *,
     like: Laid | None = None,
     fuse: bool = False,
@@ -168,7 +166,7 @@ def lay(
     if like is not None:
         description, problem, tied = like.description, like.problem, like.tied
     else:
-        description = description or describe(program, table())
+        description = program.description
         problem = build(program, description, options.tp)
         _hold(program, problem, fixed or {})
         tied = classes(problem)
@@ -266,7 +264,7 @@ def replay(program: Program, plan: Plan, options: Options) -> Planned:
             f"the plan is for program {plan.program}, this model captures as {program.digest}; "
             "plan again with plan=None"
         )
-    description = describe(program, table())
+    description = program.description
     problem = build(program, description, options.tp)
     strategies = {}
     for node, choice in problem.choices.items():

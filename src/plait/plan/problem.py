@@ -8,11 +8,13 @@ equal keys, whatever their factors are called, and can share variables.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from plait.plan.looks import Looks, look
 from plait.program import Program
 from plait.rules.describe import Access, Description, Letter, Operand
 from plait.rules.equation import Dims, Factor, atoms
@@ -31,6 +33,7 @@ class Choice:
     results: tuple[Dims, ...]
     dtypes: tuple[torch.dtype, ...]
     grad: bool
+    look: int = -1  # nodes of one look differ in the names of their factors alone; -1: a look of its own
     access: Access | None = None
     learns: tuple[bool, ...] = ()  # to which operands a gradient comes, in a call like the example
     weight: bool = False
@@ -97,45 +100,51 @@ def build(program: Program, d: Description, n: int) -> Problem:
         for f in split.factors:
             by_atom.setdefault(f, []).append(split)
     weights = {w.node for w in program.weights}
+    looks = Looks()
     choices: dict[fx.Node, Choice] = {}
     for node in program.graph.nodes:
         if node not in d.dims or node.op == "get_attr":
             continue
-        access = d.accesses.get(node)
-        grad = node in grads
+        grad, access = node in grads, d.accesses.get(node)
         if access is None:
-            is_weight = node.name in weights
-            found = _sources(d.dims[node][0], by_atom if is_weight else {})
-            choices[node] = Choice(
-                node,
-                found,
-                d.dims[node],
-                (node.meta["val"].dtype,),
-                grad,
-                weight=is_weight,
-                free=True,
-            )
+            choices[node] = _given(node, d.dims[node], grad, by_atom if node.name in weights else None, looks)
         else:
-            near = _near(access, by_atom)
-            choices[node] = Choice(
-                node,
-                tuple(s for s in strategies(access, near, grad) if _adds(s, node, access, grad)),
-                access.results,
-                _dtypes(node) if access.results else (),
-                grad,
-                access,
-                tuple(o.node in asked for o in access.operands),
-            )
+            learns = tuple(o.node in asked for o in access.operands)
+            choices[node] = _made(node, access, grad, learns, _near(access, by_atom), looks)
     output = next(iter(reversed(program.graph.nodes)))
     choices[output] = _output(output, d)
-    edges = [e for c in choices.values() for e in _edges(c, choices)]
-    return Problem(n, choices, edges, splits)
+    return Problem(n, choices, list(_edges(choices)), splits)
 
 
-def _sources(dims: Dims, by_atom: dict[Factor, list[Split]]) -> tuple[Strategy, ...]:
+def _given(
+    node: fx.Node, results: tuple[Dims, ...], grad: bool, by_atom: dict[Factor, list[Split]] | None, looks: Looks
+) -> Choice:
+    """A weight, which any of the splits of its factors may cut; or an input (`by_atom` is None)."""
+    (dims,), dtypes = results, (node.meta["val"].dtype,)
+    near = _unique(dims, by_atom or {})
+    mine = look((by_atom is not None, grad), results, dtypes, None, near)
+    number, found = looks.strategies(mine, near, None, lambda: _sources(dims, near))
+    return Choice(node, found, results, dtypes, grad, number, weight=by_atom is not None, free=True)
+
+
+def _made(
+    node: fx.Node, access: Access, grad: bool, learns: tuple[bool, ...], near: list[Split], looks: Looks
+) -> Choice:
+    dtypes = _dtypes(node) if access.results else ()
+    of_operands = dtypes if node.target is operator.getitem else tuple(_dtypes(o.node)[0] for o in access.operands)
+
+    def find() -> tuple[Strategy, ...]:
+        return tuple(s for s in strategies(access, near, grad) if _adds(s, (*of_operands, *dtypes), grad))
+
+    mine = look((str(node.target), grad, learns), access.results, (*of_operands, *dtypes), access, near)
+    number, found = looks.strategies(mine, near, access, find)
+    return Choice(node, found, access.results, dtypes, grad, number, access, learns)
+
+
+def _sources(dims: Dims, near: Sequence[Split]) -> tuple[Strategy, ...]:
     """What a weight may be: whole, or stored in shares."""
     found = [Strategy("whole", (), (WHOLE,))]
-    for split in _unique(dims, by_atom):
+    for split in near:
         if split.splittable(dims) and split.dim(dims) is not None:
             found.append(Strategy(f"split({split.name})", (), (shard(split),), split))
     return tuple(found)
@@ -154,11 +163,8 @@ def _near(access: Access, by_atom: dict[Factor, list[Split]]) -> list[Split]:
     return _unique(tuple(dims), by_atom)
 
 
-def _adds(s: Strategy, node: fx.Node, access: Access, grad: bool) -> bool:
+def _adds(s: Strategy, dtypes: Sequence[torch.dtype], grad: bool) -> bool:
     """Whether parts that will be summed, of values or of their gradients, are of a dtype that torch can add."""
-    own = _dtypes(node) if access.results else ()
-    of_operands = own if node.target is operator.getitem else [_dtypes(o.node)[0] for o in access.operands]
-    dtypes = (*of_operands, *own)
     summed = ("partial", "copied") if grad else ("partial",)
     return not any(
         layout.kind in summed and dtype.is_floating_point and dtype.itemsize == 1
@@ -180,24 +186,33 @@ def _output(node: fx.Node, d: Description) -> Choice:
     letters = tuple(Letter(f, "whole") for o in operands for f in o.dims)
     access = Access(operands, (), letters)
     whole = Strategy("whole", (WHOLE,) * len(operands), ())
-    return Choice(node, (whole,), (), (), False, access, free=True)
+    return Choice(node, (whole,), (), (), False, access=access, free=True)
 
 
-def _edges(choice: Choice, choices: dict[fx.Node, Choice]) -> list[Edge]:
-    if choice.access is None:
-        return []
-    out = []
-    for slot, operand in enumerate(choice.access.operands):
-        producer = choices.get(operand.node)
-        if producer is None:
-            continue
-        result = choice.node.args[1] if len(producer.results) > 1 else 0
-        assert isinstance(result, int)
-        dims = producer.results[result]
-        have = tuple(key(s.results[result], dims, producer.grad) for s in producer.strategies)
-        need = tuple(key(s.operands[slot], dims, producer.grad) for s in choice.strategies)
-        out.append(Edge(operand.node, choice.node, result, slot, have, need))
-    return out
+def _edges(choices: dict[fx.Node, Choice]) -> Iterator[Edge]:
+    """Keys count factors as looks do, so they are spelled once for each look."""
+    known: dict[tuple[int, int, bool], tuple[Key, ...]] = {}
+
+    def spelled(layouts: Iterable[Layout], dims: Dims, grad: bool, look: int, at: int) -> tuple[Key, ...]:
+        keys = known.get((look, at, grad))
+        if keys is None:
+            keys = tuple(key(layout, dims, grad) for layout in layouts)
+            if look >= 0:
+                known[look, at, grad] = keys
+        return keys
+
+    for choice in choices.values():
+        for slot, operand in enumerate(choice.access.operands if choice.access is not None else ()):
+            producer = choices.get(operand.node)
+            if producer is None:
+                continue
+            result = choice.node.args[1] if len(producer.results) > 1 else 0
+            assert isinstance(result, int)
+            dims, grad = producer.results[result], producer.grad
+            have = spelled((s.results[result] for s in producer.strategies), dims, grad, producer.look, ~result)
+            mine = choice.look if dims is operand.dims else -1
+            need = spelled((s.operands[slot] for s in choice.strategies), dims, grad, mine, slot)
+            yield Edge(operand.node, choice.node, result, slot, have, need)
 
 
 __all__ = ["Choice", "Edge", "Key", "Problem", "build", "key"]

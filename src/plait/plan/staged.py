@@ -30,8 +30,7 @@ from plait.plan.stages import Cuts, Line
 from plait.plan.ways import as_graphs, divided, played
 from plait.plan.work import Work
 from plait.program import Program, module_path
-from plait.rules.aten import table
-from plait.rules.describe import Description, describe
+from plait.rules.describe import Description
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ def _plan(
     homes: Sequence[frozenset[str]] | None = None,
 ) -> Plan:
     wanted, options = options.overlap, replace(options, overlap="off")
-    description = describe(program, table())
-    choice = _choice(program, description, wish, options, None if homes is None else len(homes))
+    description = program.description
+    choice = _choice(program, wish, options, None if homes is None else len(homes))
     best = choice.winner
     pieces, name = best.micro_batches, best.schedule
     options = replace(options, graphs=as_graphs(name, best.recompute, wish.dp, program.training))
@@ -184,7 +183,7 @@ def replay(program: Program, plan: Plan, options: Options, wish: Wish) -> Pieces
             f"the plan is for program {staged.program}, this model captures as "
             f"{program.digest}; plan again with plan=None"
         )
-    description = describe(program, table())
+    description = program.description
     batch: Batch | None = None
     if staged.rows:
         found = microbatch.find(
@@ -214,9 +213,7 @@ def _by_rows(plan: Plan, staged: Staged) -> dict[int, tuple[Mapping[str, str], t
     return dict(zip(sizes, zip(strategies, chunks, strict=True), strict=True))
 
 
-def _choice(
-    program: Program, d: Description, wish: Wish, options: Options, stages: int | None
-) -> Choice:
+def _choice(program: Program, wish: Wish, options: Options, stages: int | None) -> Choice:
     """The joint choice that led here, or the choice of micro-batches and schedule alone; of the schedules
     with so many `stages` where weights are at home in them."""
     known = joint.allowed(wish.schedule)
@@ -227,7 +224,7 @@ def _choice(
         (mesh,), _machine(wish.cluster, mesh), options, wish.micro_batches, known,
         orders=(wish.order,), recompute=joint.recompute(wish.recompute), joined=wish.joined, stages=stages,
     )  # fmt: skip
-    return joint.search(program, ask, d).choice
+    return joint.search(program, ask).choice
 
 
 def _overlapped(
