@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,9 +60,11 @@ def chains(graph: fx.Graph, also: Collection[Any] = ()) -> list[Chain]:
 
 def reads(node: fx.Node, x: fx.Node, fused: Collection[fx.Node]) -> bool:
     """Whether `node` reads its operand `x` from memory, where `fused` nodes are parts of chains."""
+    if node not in fused:
+        return True
     while joins(x) and not computes(x):
         (x,) = x.all_input_nodes[:1]
-    return node not in fused or x not in fused
+    return x not in fused
 
 
 def writes(node: fx.Node, fused: Collection[fx.Node]) -> bool:
@@ -80,10 +83,14 @@ def computes(node: fx.Node, also: Collection[Any] = ()) -> bool:
     """A kernel of its own, of one element at a time or as good as, or one of `also`."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    tags = node.target.tags
-    plain = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    known = plain or node.target in MORE or node.target in also
+    known = _element_wise(node.target) or node.target in also
     return known and not node.target._schema.is_mutable and _of_tensors(node)
+
+
+@cache
+def _element_wise(target: torch._ops.OpOverload) -> bool:
+    tags = target.tags
+    return target in MORE or (torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags)
 
 
 def joins(node: fx.Node, also: Collection[Any] = ()) -> bool:

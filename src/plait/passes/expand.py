@@ -19,6 +19,7 @@ Each is a function (emitter, node, operands) -> the new node; `EXPANSIONS` says 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -231,10 +232,14 @@ def drawn(
 
 def is_random(node: fx.Node) -> bool:
     """Operators that draw: also whole ones are drawn by plait, so that all ranks agree."""
-    if node.target in _DROPOUT:
-        return True
-    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return draws and bind(node).get("dropout_p") != 0  # attention draws for its dropout alone
+    if not _may_draw(node.target):
+        return False
+    return node.target in _DROPOUT or bind(node).get("dropout_p") != 0  # attention draws for its dropout alone
+
+
+@cache
+def _may_draw(target: Any) -> bool:
+    return target in _DROPOUT or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 _DROPOUT = (aten.native_dropout.default, aten.dropout.default)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 from plait.cluster import Cluster
@@ -65,7 +66,7 @@ class Peers:
         apart = len(cluster.levels) > 1 and len(cluster.units(1, range(n))) > 1
         if n > cluster.size or apart:
             return None
-        return cls(cluster.device, n, level.bandwidth * level.share * COPIES, matmul)
+        return cls(cluster.device, n, level.bandwidth * level.share * COPIES, cache(matmul))
 
 
 def weigh(found: Found, blocking: Mapping[str, float], peers: Peers) -> tuple[Overlapped, ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -267,22 +268,31 @@ def value_of(expr: sympy.Expr, values: Mapping[Any, Any]) -> int:
 
 def bind(node: fx.Node) -> dict[str, Any]:
     """The node's arguments by the names of its schema, defaults filled in."""
-    schema = node.target._schema  # type: ignore[union-attr]
     bound: dict[str, Any] = {}
-    for i, argument in enumerate(schema.arguments):
+    for i, (name, default) in enumerate(_arguments(node.target)):
         if i < len(node.args):
-            bound[argument.name] = node.args[i]
-        elif argument.name in node.kwargs:
-            bound[argument.name] = node.kwargs[argument.name]
-        elif argument.has_default_value():
-            bound[argument.name] = argument.default_value
+            bound[name] = node.args[i]
+        elif name in node.kwargs:
+            bound[name] = node.kwargs[name]
+        elif default is not _NONE:
+            bound[name] = default
     return bound
+
+
+@cache
+def _arguments(target: Any) -> tuple[tuple[str, Any], ...]:
+    """Names and defaults; the schema makes new objects whenever it is asked."""
+    arguments = target._schema.arguments
+    return tuple((a.name, a.default_value if a.has_default_value() else _NONE) for a in arguments)
+
+
+_NONE = object()
 
 
 def rebind(node: fx.Node, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of the node with some arguments changed, by the names of its schema."""
     args, kwargs = list(node.args), dict(node.kwargs)
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [name for name, _ in _arguments(node.target)]
     for name, value in changes.items():
         i = names.index(name)
         if i < len(args):
