@@ -202,8 +202,10 @@ def bench(
     part = _share(share)
     if shape:
         shapes.named(shape).share(part or nproc, nproc)
-    if against not in ("", "torch") or (against and not shape):
-        raise InputError(f"--against {against}: it takes torch, for a --shape")
+    if against not in ("", "torch"):
+        raise InputError(f"--against {against}: it takes torch")
+    if against and not shape:
+        raise InputError(f"--against {against}: its layers are written for a --shape, and {model} is none")
     if share and not shape:
         raise InputError(f"--share {share}: of the layers of a --shape")
     rows.refuse_unknown(without or (), chunks or ())
@@ -247,7 +249,7 @@ def collectives(
     context: typer.Context,
     collective: Annotated[str, typer.Option(help="all_reduce, all_gather ...")] = "all_reduce",
     size: Annotated[str, typer.Option(help="of the whole vector: 4KiB, 64MiB ...")] = "64MiB",
-    nproc: Nproc = 4,
+    nproc: Annotated[int, typer.Option(help="local processes, one for each rank", min=2, max=512)] = 4,
     rounds: Annotated[int, typer.Option(help="samples of each algorithm", min=1)] = 9,
     dry: Annotated[bool, typer.Option("--dry", help="price on --cluster, run nothing")] = False,
     cluster: Annotated[str, typer.Option(help="a preset, for --dry")] = "dgx-h100",
@@ -263,16 +265,15 @@ def collectives(
 
     if context.invoked_subcommand is not None:
         return
-    what = report.known(collective)
+    what, nbytes = report.known(collective), parse_size(size)
+    if not nbytes:
+        raise InputError(f"--size {size}: there is nothing to send")
     if show is not None:
         print(report.drawn(show, what, ranks))
     elif dry:
-        machine = report.part(cluster, ranks)
-        tables.show(report.priced(what, parse_size(size), machine))
+        tables.show(report.priced(what, nbytes, report.part(cluster, ranks)))
     else:
-        if not parse_size(size):
-            raise InputError(f"--size {size}: there is nothing to send")
-        survey.run(what, parse_size(size), nproc, rounds)
+        survey.run(what, nbytes, nproc, rounds)
 
 
 @collectives_app.command("tuner-csv")
@@ -369,8 +370,8 @@ def _dtype(name: str) -> Any:
 def _number(option: str, text: str, what: str = "a number of ranks") -> int | str:
     from plait.errors import InputError
 
-    if text != "auto" and not text.isdigit():
-        raise InputError(f"{option} {text}: {what}, or auto")
+    if text != "auto" and not (text.isdecimal() and int(text)):
+        raise InputError(f"{option} {text}: {what} from 1, or auto")
     return text if text == "auto" else int(text)
 
 
