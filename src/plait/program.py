@@ -22,16 +22,13 @@ import functools
 import hashlib
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from plait.errors import WeightError
-
-if TYPE_CHECKING:
-    from plait.rules.describe import Description
 
 LARGE = 2**20  # bytes of a constant
 
@@ -113,6 +110,7 @@ class Program:
     folded: tuple[str, ...] = ()  # tensors of the model whose values stand in constants
     sets: tuple[str, ...] = ()  # attributes that the model's forward sets
     notes: tuple[str, ...] = ()  # what capture found or gave up, for explain()
+    known: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # of this graph
 
     def weight(self, node: str) -> Weight:
         return self._by_node[node]
@@ -139,14 +137,6 @@ class Program:
             elif any(i in out for i in node.all_input_nodes):
                 out.add(node)
         return out
-
-    @functools.cached_property
-    def description(self) -> Description:
-        """The factors of every value. Of the graph as it is when this is first asked, as the digest."""
-        from plait.rules.aten import table
-        from plait.rules.describe import describe
-
-        return describe(self, table())
 
     @functools.cached_property
     def digest(self) -> str:

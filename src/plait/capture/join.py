@@ -21,6 +21,7 @@ from plait.errors import InputError
 from plait.passes.microbatch import Batch, Joined, Uncut, find
 from plait.program import Program
 from plait.rules.describe import Description
+from plait.rules.described import described
 from plait.rules.equation import Dims, atoms
 from plait.rules.split import Split
 
@@ -35,7 +36,7 @@ def shapes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[int] | N
 
 def along(program: Program) -> Along | None:
     """Where a replica's own program has the batch, if its equations know."""
-    d = program.description
+    d = described(program)
     found = find(program, d, 2)
     return _along(program, d, found.split) if isinstance(found, Batch) else None
 
@@ -113,7 +114,7 @@ class Join:
 
     def found(self, program: Program, number: int) -> Joined | Uncut:
         """The batch of the joined program, where its equations see it in the same dims."""
-        d, total = program.description, sum(self.rows)
+        d, total = described(program), sum(self.rows)
         leaf, dim = next((i, n) for i, n in enumerate(self.dims) if n is not None)
         dims = _inputs(program, d)[leaf]
         free = [f for f in atoms(dims[dim]) if f.size == total] if dims is not None else []

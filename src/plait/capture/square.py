@@ -15,6 +15,7 @@ from torch import fx
 
 from plait.program import Program
 from plait.rules.describe import Access, Description
+from plait.rules.described import described
 from plait.rules.equation import Dims, Factor, atoms
 from plait.rules.views import CUT
 
@@ -24,7 +25,7 @@ alias = torch.ops.aten.alias.default
 def cut(program: Program) -> Program:
     """With an alias behind the products of every such weight; before their biases too, where that is not enough."""
     for tie in (_behind, _before):
-        d = program.description
+        d = described(program)
         weights = [n for n in program.graph.nodes if n.op == "placeholder" and n in d.dims]
         pairs = ((p, _twice(d.dims[w][0], d.accesses[p])) for w in weights for p in _products(w, d))
         found = {p: twice for p, twice in pairs if twice}

@@ -30,6 +30,7 @@ from plait.passes.partition import Emitter
 from plait.passes.symbolic import symbols
 from plait.program import Input, Program, module_path
 from plait.rules.describe import Access, Description, bind, rebind
+from plait.rules.described import described
 from plait.rules.equation import Dims, Factor, atoms
 from plait.rules.layout import COPIED, PARTIAL, WHOLE, Layout, Strategy, shard, split_strategy
 from plait.rules.moves import Cut, take
@@ -120,7 +121,7 @@ def find(
 
 def why_uncut(program: Program) -> str:
     """The reason why no factor of the inputs can be cut; "" where one can."""
-    found = find(program, program.description, 2)
+    found = find(program, described(program), 2)
     return found.reason if isinstance(found, Uncut) else ""
 
 

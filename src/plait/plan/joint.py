@@ -38,6 +38,7 @@ from plait.plan.planner import Laid, Options
 from plait.plan.ways import Group, Way, as_graphs, divided
 from plait.plan.work import Work
 from plait.program import Program
+from plait.rules.described import described
 
 FRONT = 8  # candidates that a plan lists
 # Predictions this near each other are one: the one with fewer stages and micro-batches is taken.
@@ -268,7 +269,7 @@ class _Search:
         if self.ask.micro_batches == 1 and self.ask.joined is None:
             return Uncut("one was asked for")
         factor = self.ask.joined.factor if self.ask.joined is not None else ""
-        return microbatch.find(self.program, self.program.description, 2**30, factor=factor)
+        return microbatch.find(self.program, described(self.program), 2**30, factor=factor)
 
     def _counts(self, mesh: Mesh) -> list[int]:
         asked = self.ask.micro_batches

@@ -39,6 +39,7 @@ from plait.plan.problem import Problem, build
 from plait.plan.sharding import solve
 from plait.program import Program
 from plait.rules.describe import Description
+from plait.rules.described import described
 from plait.rules.equation import flatten
 from plait.rules.layout import Strategy
 from plait.rules.moves import Cut
@@ -166,7 +167,7 @@ def lay(
     if like is not None:
         description, problem, tied = like.description, like.problem, like.tied
     else:
-        description = program.description
+        description = described(program)
         problem = build(program, description, options.tp)
         _hold(program, problem, fixed or {})
         tied = classes(problem)
@@ -264,7 +265,7 @@ def replay(program: Program, plan: Plan, options: Options) -> Planned:
             f"the plan is for program {plan.program}, this model captures as {program.digest}; "
             "plan again with plan=None"
         )
-    description = program.description
+    description = described(program)
     problem = build(program, description, options.tp)
     strategies = {}
     for node, choice in problem.choices.items():

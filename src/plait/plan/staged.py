@@ -31,6 +31,7 @@ from plait.plan.ways import as_graphs, divided, played
 from plait.plan.work import Work
 from plait.program import Program, module_path
 from plait.rules.describe import Description
+from plait.rules.described import described
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _plan(
     homes: Sequence[frozenset[str]] | None = None,
 ) -> Plan:
     wanted, options = options.overlap, replace(options, overlap="off")
-    description = program.description
+    description = described(program)
     choice = _choice(program, wish, options, None if homes is None else len(homes))
     best = choice.winner
     pieces, name = best.micro_batches, best.schedule
@@ -183,7 +184,7 @@ def replay(program: Program, plan: Plan, options: Options, wish: Wish) -> Pieces
             f"the plan is for program {staged.program}, this model captures as "
             f"{program.digest}; plan again with plan=None"
         )
-    description = program.description
+    description = described(program)
     batch: Batch | None = None
     if staged.rows:
         found = microbatch.find(
